@@ -89,7 +89,7 @@ class Rollout(Section):
     stop: tuple[str, ...] = ()
     gpu_memory_utilization: float = Field(0.85, gt=0.0, lt=1.0)
     enforce_eager: bool = False
-    kv_cache_gib: float | None = Field(None, gt=0.0)
+    kv_cache_tokens: Positive | None = None  # None: what vLLM finds room for
     step_ms: float = Field(2.0, ge=0.0)  # scripted engine only: the length of one step
 
 
