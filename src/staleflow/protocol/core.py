@@ -1,0 +1,490 @@
+"""The global consistency protocol (section 4 of the paper), in its deadline formulation. Pure: no I/O, clock, threads.
+
+A group of version `V` (the oldest version that began one of its trajectories) may be trained on by the steps
+`V .. V+eta`, so its deadline is `d = V+eta`. Each step trains exactly `B` groups. With `c` the next step, the steps
+`c .. t` have `B*(t-c+1)` places, and every outstanding group with deadline <= t must sit in one of them. By Hall's
+theorem that necessary condition is sufficient too (docs/protocol.md has the proof): all deadlines can be met iff
+
+    n(t) <= B*(t-c+1)    for every t in [c, c+eta],    n(t) = outstanding groups with deadline <= t.
+
+The state that decides is one number per deadline class, at most eta+1 of them: the *slack* `B*(t-c+1) - n(t)`. Every
+operation therefore costs O(eta), whatever the number of trajectories:
+
+- reserve: the new group lowers the slack of every t >= d by one; it must be >= 1 before.
+- ready:   training the B finished groups with the earliest deadlines now leaves `n(t) - min(f(t), B)` groups for the
+  `B*(t-c)` places of the steps c+1 .. t, where f(t) counts finished groups with deadline <= t. Rearranged: the slack
+  must be >= `max(0, B - f(t))`, which this file calls the *shortfall*.
+- A READY step stays READY: while READY, reserve asks for a slack above the shortfall instead of above zero.
+
+With spare groups the places are `B' = B + spare_groups` per step, B of them are trained, and the surplus is dropped.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from staleflow.protocol import snapshot, view
+from staleflow.protocol.errors import NotReady, ProtocolError
+from staleflow.protocol.group import Group
+from staleflow.protocol.intervals import IdIntervals
+
+REASONS = ("redundant", "surplus", "filtered", "failed", "aborted", "stale")
+MAX_ID = 2**63 - 1
+MAX_MEMBERS = 2**16 - 1
+
+
+class StalenessProtocol:
+    """Decides which groups may start, when a step may train, and on what; counts what became of every one of them.
+
+    Args:
+        batch_groups: B, the groups that one step trains on.
+        group_size: trajectories per group.
+        eta: the staleness bound in versions; 0 is exactly synchronous.
+        spare_groups: groups beyond B that may be outstanding per step; the surplus is dropped at consume.
+        spare_members: trajectories beyond `group_size` that may run per group; the last ones are not trained on.
+        start_version: the version at which the run starts.
+
+    Misuse raises ProtocolError (a ValueError) and leaves the state unchanged.
+    """
+
+    __slots__ = (
+        "_bits",
+        "_consumed_groups",
+        "_consumed_trajectories",
+        "_finished",
+        "_finished_count",
+        "_groups",
+        "_outstanding_trajectories",
+        "_released_groups",
+        "_released_trajectories",
+        "_reserved_groups",
+        "_reserved_trajectories",
+        "_slack",
+        "_used",
+        "_version",
+        "batch_groups",
+        "dropped",
+        "eta",
+        "group_size",
+        "spare_groups",
+        "spare_members",
+    )
+
+    def __init__(
+        self,
+        batch_groups: int,
+        group_size: int,
+        eta: int,
+        spare_groups: int = 0,
+        spare_members: int = 0,
+        start_version: int = 0,
+    ) -> None:
+        _require(batch_groups, 1, "batch_groups")
+        _require(group_size, 1, "group_size")
+        _require(eta, 0, "eta")
+        _require(spare_groups, 0, "spare_groups")
+        _require(spare_members, 0, "spare_members")
+        _require(start_version, 0, "start_version")
+        if group_size + spare_members > MAX_MEMBERS:
+            raise ProtocolError(f"a group has at most {MAX_MEMBERS} members, got {group_size} + {spare_members}")
+        self.batch_groups = batch_groups
+        self.group_size = group_size
+        self.eta = eta
+        self.spare_groups = spare_groups
+        self.spare_members = spare_members
+        self.dropped: list[tuple[int, int, str]] = []
+        """`(group_id, member, reason)` of what the last consume() released: the caller aborts it on its instance."""
+        self._version = start_version
+        self._bits = {member: 1 << member for member in range(group_size + spare_members)}
+        self._groups: dict[int, Group] = {}  # outstanding groups, in the order of their first reservation
+        self._used = IdIntervals()
+        # Per deadline class i (deadline c+i): finished group ids, earliest finished first, and the slack at t = c+i.
+        self._finished: list[dict[int, None]] = [{} for _ in range(eta + 1)]
+        self._finished_count = 0
+        self._slack = [(batch_groups + spare_groups) * (i + 1) for i in range(eta + 1)]
+        self._reserved_groups = 0
+        self._reserved_trajectories = 0
+        self._outstanding_trajectories = 0
+        self._consumed_groups = 0
+        self._consumed_trajectories = 0
+        self._released_groups: Counter[str] = Counter()
+        self._released_trajectories: Counter[str] = Counter()
+
+    # ---- reserve -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """c: the version the trainer holds, and the buffer it consumes next."""
+        return self._version
+
+    def can_reserve(self, version: int, group_id: int | None = None) -> bool:
+        """Whether reserve() would admit a trajectory begun at `version`: for a new group, or for member of `group_id`."""
+        if version > self._version:
+            return False
+        group = None if group_id is None else self._groups.get(group_id)
+        if group is not None:
+            return not self._is_complete(group) and self._can_lower(group, version)
+        if group_id is not None and group_id in self._used:
+            return False
+        first = version + self.eta - self._version
+        return first >= 0 and self._has_room(first, self.eta + 1)
+
+    def reserve(self, group_id: int, member: int, version: int) -> bool:
+        """Hold a place for a trajectory that an instance at `version` is about to begin.
+
+        Returns False, changing nothing, when the bound could not be kept or the group needs no further member: the
+        prompt waits. Reserving again what is reserved changes nothing: its version stays that of the first time.
+
+        Raises:
+            ProtocolError: `version` is ahead of the trainer, `member` is out of range, or `group_id` was used before.
+        """
+        bit = self._bits.get(member)
+        if bit is None or version > self._version:
+            raise self._bad_reservation(group_id, member, version)
+        group = self._groups.get(group_id)
+        if group is None:
+            return self._open(group_id, bit, version)
+        if group.reserved & bit:
+            return True
+        if version != group.version or group.versions is not None:
+            return self._join(group, member, bit, version)
+        group.reserved |= bit
+        self._reserved_trajectories += 1
+        self._outstanding_trajectories += 1
+        return True
+
+    def _bad_reservation(self, group_id: int, member: int, version: int) -> ProtocolError:
+        if member not in self._bits:
+            return ProtocolError(
+                f"member {member} of group {group_id} is not in [0, {len(self._bits)}): group_size + spare_members"
+            )
+        return ProtocolError(
+            f"version {version} of group {group_id} is ahead of the trainer's {self._version}: no instance can hold it"
+        )
+
+    def _open(self, group_id: int, bit: int, version: int) -> bool:
+        """The first member of a new group."""
+        if type(group_id) is not int or type(version) is not int or not -MAX_ID <= group_id <= MAX_ID or version < 0:
+            raise ProtocolError(f"a group id is a 64-bit int and a version an int >= 0, got {group_id!r}, {version!r}")
+        if group_id in self._used:
+            raise ProtocolError(f"group id {group_id} was used before; give every prompt drawn an id of its own")
+        first = version + self.eta - self._version
+        if first < 0 or not self._has_room(first, self.eta + 1):
+            return False
+        self._used.add(group_id)
+        self._groups[group_id] = Group(version, bit)
+        self._shift_slack(first, self.eta + 1, -1)
+        self._reserved_groups += 1
+        self._reserved_trajectories += 1
+        self._outstanding_trajectories += 1
+        return True
+
+    def _join(self, group: Group, member: int, bit: int, version: int) -> bool:
+        """A further member whose version differs from the others' (or did for some member before)."""
+        if type(version) is not int or version < 0:
+            raise ProtocolError(f"a version is an int >= 0, got {version!r}")
+        if self._is_complete(group) or not self._can_lower(group, version):
+            return False
+        if version < group.version:
+            self._shift_slack(version + self.eta - self._version, self._class_of(group), -1)
+        group.add(member, bit, version)
+        self._reserved_trajectories += 1
+        self._outstanding_trajectories += 1
+        return True
+
+    def _can_lower(self, group: Group, version: int) -> bool:
+        """Whether the deadline of `group` may move to that of `version` (always, when it is not older)."""
+        if version >= group.version:
+            return True
+        first = version + self.eta - self._version
+        return first >= 0 and self._has_room(first, self._class_of(group))
+
+    def _has_room(self, first: int, stop: int) -> bool:
+        """Whether n(t) may grow by one for the classes [first, stop) without losing feasibility or a READY step."""
+        slack = self._slack
+        if self.spare_groups or self._finished_count < self.batch_groups or not self.ready():
+            return all(slack[i] > 0 for i in range(first, stop))
+        return all(slack[i] > shortfall for i, shortfall in enumerate(self._shortfalls()) if first <= i < stop)
+
+    # ---- occupy --------------------------------------------------------------------------------------------------
+
+    def occupy(self, group_id: int, member: int) -> bool:
+        """A trajectory is generated and rewarded. True when it made its group complete, which makes it trainable.
+
+        A spare member that comes after its group was complete is released as "redundant", and the result is False.
+
+        Raises:
+            ProtocolError: the trajectory is not reserved, or was occupied before.
+        """
+        group = self._groups.get(group_id)
+        bit = self._bits.get(member, 0)
+        if group is None or not bit & group.reserved or bit & group.done:
+            return self._occupied_late(group_id, member, group)
+        done = group.done | bit
+        finished = done.bit_count()
+        if finished > self.group_size:
+            group.remove(member, bit)
+            self._count_released(1, "redundant")
+            return False
+        group.done = done
+        if finished < self.group_size:
+            return False
+        self._complete(group_id, group)
+        return True
+
+    def _occupied_late(self, group_id: int, member: int, group: Group | None) -> bool:
+        """With spare members, one may finish while the abort that followed its group's end is on its way."""
+        if group is None and self.spare_members and member in self._bits and group_id in self._used:
+            return False
+        if group is not None and self._bits.get(member, 0) & group.done:
+            raise ProtocolError(f"member {member} of group {group_id} was occupied before")
+        raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be occupied")
+
+    def _complete(self, group_id: int, group: Group) -> None:
+        """The kept members alone now make the version, which may rise; the group joins the finished ones."""
+        before = self._class_of(group)
+        if self.spare_members:
+            group.keep_done()
+        after = self._class_of(group)
+        if after != before:
+            self._shift_slack(before, after, 1)
+        self._finished[after][group_id] = None
+        self._finished_count += 1
+
+    # ---- release -------------------------------------------------------------------------------------------------
+
+    def release(self, group_id: int, reason: str, member: int | None = None) -> None:
+        """Give up one member, or the whole group; releasing the last member releases the group.
+
+        A released member of an incomplete group may be reserved again (a new trajectory with a new version).
+
+        Raises:
+            ProtocolError: nothing such is outstanding, the reason is none of REASONS, or `member` belongs to a
+                complete group that is made of it (release the group then).
+        """
+        if reason not in REASONS:
+            raise ProtocolError(f"unknown reason {reason!r} to release group {group_id}: one of {', '.join(REASONS)}")
+        group = self._groups.get(group_id)
+        if group is None:
+            raise ProtocolError(f"group {group_id} is not outstanding, so it cannot be released ({reason})")
+        if member is None:
+            self._drop(group_id, group, reason)
+        else:
+            self._release_member(group_id, group, reason, member)
+
+    def _release_member(self, group_id: int, group: Group, reason: str, member: int) -> None:
+        bit = self._bits.get(member, 0)
+        if not bit & group.reserved:
+            raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be released")
+        complete = self._is_complete(group)
+        if complete and bit & group.done:
+            raise ProtocolError(f"member {member} is part of the complete group {group_id}; release the whole group")
+        if group.reserved == bit:
+            self._drop(group_id, group, reason)
+            return
+        before = self._class_of(group)
+        group.remove(member, bit)
+        if not complete:
+            group.refresh_version()
+            self._shift_slack(before, self._class_of(group), 1)
+        self._count_released(1, reason)
+
+    def _drop(self, group_id: int, group: Group, reason: str) -> None:
+        """Release a whole group."""
+        place = self._class_of(group)
+        if self._is_complete(group):
+            del self._finished[place][group_id]
+            self._finished_count -= 1
+        del self._groups[group_id]
+        self._shift_slack(place, self.eta + 1, 1)
+        self._released_groups[reason] += 1
+        self._count_released(group.reserved.bit_count(), reason)
+
+    def _count_released(self, trajectories: int, reason: str) -> None:
+        self._released_trajectories[reason] += trajectories
+        self._outstanding_trajectories -= trajectories
+
+    # ---- consume -------------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether the trainer may take its batch now: B groups are finished, and the rest can still meet its deadlines."""
+        if self._finished_count < self.batch_groups:
+            return False
+        if self.spare_groups:
+            return True
+        return self._first_violated() is None
+
+    def _shortfalls(self) -> Iterator[int]:
+        """Per deadline class, how many of the B places that a step trains are not filled from it or earlier ones."""
+        missing = self.batch_groups
+        for finished in self._finished:
+            missing = max(0, missing - len(finished))
+            yield missing
+
+    def _first_violated(self) -> int | None:
+        """The smallest class whose outstanding groups no longer fit, if the trainer took its batch now."""
+        for i, shortfall in enumerate(self._shortfalls()):
+            if self._slack[i] < shortfall:
+                return i
+        return None
+
+    def waiting_for(self) -> list[int]:
+        """The groups that a STUCK step waits for, earliest deadline first; empty when READY or PENDING."""
+        if self.ready():
+            return []
+        violated = None if self.spare_groups else self._first_violated()
+        if violated is not None:
+            return view.unfinished(self, self._version + violated)
+        if len(self._groups) >= self.batch_groups:
+            return view.unfinished(self, self._version + self.eta)
+        return []
+
+    def consume(self) -> list[int]:
+        """Take the batch of this step, earliest deadline first, and move on to the next version.
+
+        What had to be released on the way (spare members, surplus groups) is in `dropped`.
+
+        Raises:
+            NotReady: the buffer is PENDING or STUCK.
+        """
+        if not self.ready():
+            raise NotReady(f"step {self._version} is not ready: {view.describe(self)}")
+        self.dropped = []
+        batch = self._take_batch()
+        self._consumed_groups += len(batch)
+        self._consumed_trajectories += len(batch) * self.group_size
+        self._outstanding_trajectories -= len(batch) * self.group_size
+        if self.spare_groups:
+            self._release_surplus()
+        self._advance()
+        return batch
+
+    def _take_batch(self) -> list[int]:
+        batch: list[int] = []
+        for place, finished in enumerate(self._finished):
+            taken = list(islice(finished, self.batch_groups - len(batch)))
+            for group_id in taken:
+                del finished[group_id]
+                group = self._groups.pop(group_id)
+                if group.reserved != group.done:
+                    self._release_spares(group_id, group)
+            self._shift_slack(place, self.eta + 1, len(taken))
+            batch += taken
+        self._finished_count -= len(batch)
+        return batch
+
+    def _release_spares(self, group_id: int, group: Group) -> None:
+        """The group is consumed while spare members still run: nobody needs them any more."""
+        spares = group.reserved & ~group.done
+        self.dropped += [(group_id, member, "redundant") for member, bit in self._bits.items() if bit & spares]
+        self._count_released(spares.bit_count(), "redundant")
+
+    def _release_surplus(self) -> None:
+        """Release the fewest groups that let the rest fit the steps after this one: unfinished first, newest first."""
+        places = self.batch_groups + self.spare_groups
+        for i in range(self.eta + 1):
+            excess = places - self._slack[i]
+            if excess > 0:
+                for group_id in view.dispensable(self, self._version + i)[:excess]:
+                    group = self._groups[group_id]
+                    self.dropped += [(group_id, m, "surplus") for m, bit in self._bits.items() if bit & group.reserved]
+                    self._drop(group_id, group, "surplus")
+
+    def _advance(self) -> None:
+        """c += 1: every class comes one step nearer, and the places of the step just taken are gone."""
+        places = self.batch_groups + self.spare_groups
+        self._version += 1
+        self._finished.append(self._finished.pop(0))
+        self._slack = [slack - places for slack in self._slack[1:]]
+        self._slack.append(places * (self.eta + 1) - len(self._groups))
+
+    # ---- views ---------------------------------------------------------------------------------------------------
+
+    def buffers(self) -> list[tuple[int, int, int, int, str]]:
+        """The virtual staleness buffers c .. c+eta as `(version, reserved, occupied, empty, state)`.
+
+        Derived, O(outstanding): if READY, buffer c is exactly what consume() would return; the rest is laid out by
+        earliest deadline, finished first on ties. `reserved` counts unfinished groups, `occupied` finished ones.
+        """
+        return view.buffers(self)
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """`{"groups": {"reserved", "outstanding", "consumed", "released": {reason: n}}, "trajectories": {the same}}`.
+
+        Reasons that never happened are absent (reading one gives 0).
+        """
+        return {
+            "groups": {
+                "reserved": self._reserved_groups,
+                "outstanding": len(self._groups),
+                "consumed": self._consumed_groups,
+                "released": Counter(self._released_groups),
+            },
+            "trajectories": {
+                "reserved": self._reserved_trajectories,
+                "outstanding": self._outstanding_trajectories,
+                "consumed": self._consumed_trajectories,
+                "released": Counter(self._released_trajectories),
+            },
+        }
+
+    def holds(self, group_id: int, member: int | None = None) -> bool:
+        """Whether this group, or this member of it, is outstanding."""
+        group = self._groups.get(group_id)
+        if group is None or member is None:
+            return group is not None
+        return bool(self._bits.get(member, 0) & group.reserved)
+
+    def version_of(self, group_id: int, member: int | None = None) -> int:
+        """The version of an outstanding group, or the V_traj of one of its members; ProtocolError if not outstanding."""
+        if not self.holds(group_id, member):
+            raise ProtocolError(f"group {group_id}, member {member} is not outstanding")
+        group = self._groups[group_id]
+        return group.version if member is None else group.version_of(member)
+
+    def outstanding(self) -> list[int]:
+        """The outstanding group ids, in the order of their first reservation."""
+        return list(self._groups)
+
+    def members(self, group_id: int) -> dict[int, tuple[int, bool]]:
+        """`{member: (V_traj, finished)}` of the outstanding trajectories of a group; empty if it is not outstanding."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return {}
+        pairs = ((member, bit) for member, bit in self._bits.items() if bit & group.reserved)
+        return {member: (group.version_of(member), bool(bit & group.done)) for member, bit in pairs}
+
+    # ---- persistence and self-check ------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """The state as JSON-able values, of a size that depends on what is outstanding only; see snapshot.py."""
+        return snapshot.dump(self)
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> "StalenessProtocol":
+        """The inverse of dump(): the same answers to the same calls from here on. ProtocolError if it is not a state."""
+        return snapshot.load(cls, state)
+
+    def check(self) -> None:
+        """Recount everything from the groups; ProtocolError names the invariant that does not hold."""
+        snapshot.check(self)
+
+    # ---- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _class_of(self, group: Group) -> int:
+        """i such that the deadline of `group` is c+i."""
+        return group.version + self.eta - self._version
+
+    def _is_complete(self, group: Group) -> bool:
+        return group.done.bit_count() == self.group_size
+
+    def _shift_slack(self, first: int, stop: int, places: int) -> None:
+        slack = self._slack
+        for i in range(first, stop):
+            slack[i] += places
+
+
+def _require(value: int, least: int, name: str) -> None:
+    if type(value) is not int or value < least:
+        raise ProtocolError(f"{name} must be an int >= {least}, got {value!r}")

@@ -1,0 +1,149 @@
+"""dump(), load() and check(): the protocol's state as plain values, back again, and recounted from its groups.
+
+Format 1: `{"format", the six settings, "version", "used": [[first, last], ...], "groups": [[id, [[member, V_traj,
+finished], ...]], ...] in order of reservation, "finished": [id, ...] in order of training, "counters": {...}}`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from staleflow.protocol.errors import ProtocolError
+from staleflow.protocol.group import Group
+from staleflow.protocol.intervals import IdIntervals
+
+if TYPE_CHECKING:
+    from staleflow.protocol.core import StalenessProtocol
+
+FORMAT = 1
+SETTINGS = ("batch_groups", "group_size", "eta", "spare_groups", "spare_members")
+P = TypeVar("P", bound="StalenessProtocol")
+
+
+def dump(protocol: StalenessProtocol) -> dict[str, Any]:
+    """See StalenessProtocol.dump."""
+    return {
+        "format": FORMAT,
+        **{name: getattr(protocol, name) for name in SETTINGS},
+        "version": protocol.version,
+        "used": protocol._used.dump(),
+        "groups": [[i, _dump_members(protocol, i)] for i in protocol.outstanding()],
+        "finished": [group_id for ids in protocol._finished for group_id in ids],
+        "counters": _plain(protocol.counters()),
+    }
+
+
+def _dump_members(protocol: StalenessProtocol, group_id: int) -> list[list[int]]:
+    return [[member, version, int(done)] for member, (version, done) in protocol.members(group_id).items()]
+
+
+def _plain(counters: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Counters as built-in values, reasons sorted, so that equal states have equal texts."""
+    return {unit: {**counts, "released": dict(sorted(counts["released"].items()))} for unit, counts in counters.items()}
+
+
+def load(cls: type[P], state: dict[str, Any]) -> P:
+    """See StalenessProtocol.load."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ProtocolError(f"a protocol state of format {FORMAT} is needed, got {found!r}; it was written elsewhere")
+    try:
+        protocol = cls(**{name: state[name] for name in SETTINGS}, start_version=state["version"])
+        _load_groups(protocol, state)
+        _load_counters(protocol, state["counters"])
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"the protocol state is damaged: {error!r}") from error
+    check(protocol)
+    return protocol
+
+
+def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
+    protocol._used = IdIntervals.load(state["used"])
+    for group_id, members in state["groups"]:
+        group = _load_group(protocol, members)
+        if group_id in protocol._groups or not 0 <= protocol._class_of(group) <= protocol.eta:
+            raise ValueError(f"group {group_id} occurs twice or is outside the staleness window")
+        protocol._groups[group_id] = group
+        protocol._shift_slack(protocol._class_of(group), protocol.eta + 1, -1)
+    for group_id in state["finished"]:
+        protocol._finished[protocol._class_of(protocol._groups[group_id])][group_id] = None
+        protocol._finished_count += 1
+
+
+def _load_group(protocol: StalenessProtocol, members: list[list[int]]) -> Group:
+    (first, version, _), *rest = members
+    group = Group(version, protocol._bits[first])
+    for member, version, _ in rest:
+        group.add(member, protocol._bits[member], version)
+    group.done = sum(protocol._bits[member] for member, _, finished in members if finished)
+    if protocol.spare_members and protocol._is_complete(group):
+        group.keep_done()
+    return group
+
+
+def _load_counters(protocol: StalenessProtocol, counters: dict[str, dict[str, Any]]) -> None:
+    groups, trajectories = counters["groups"], counters["trajectories"]
+    protocol._reserved_groups = groups["reserved"]
+    protocol._consumed_groups = groups["consumed"]
+    protocol._released_groups = Counter(groups["released"])
+    protocol._reserved_trajectories = trajectories["reserved"]
+    protocol._outstanding_trajectories = trajectories["outstanding"]
+    protocol._consumed_trajectories = trajectories["consumed"]
+    protocol._released_trajectories = Counter(trajectories["released"])
+    if groups["outstanding"] != len(protocol._groups):
+        raise ValueError(f"{groups['outstanding']} groups outstanding by count, {len(protocol._groups)} in the list")
+
+
+def check(protocol: StalenessProtocol) -> None:
+    """See StalenessProtocol.check."""
+    _check_groups(protocol)
+    _check_classes(protocol)
+    _check_conservation(protocol)
+
+
+def _check_groups(protocol: StalenessProtocol) -> None:
+    for group_id, group in protocol._groups.items():
+        where = f"group {group_id} at version {protocol.version}"
+        _expect(group_id in protocol._used, "exactly once", f"{where} is outstanding but its id is not marked as used")
+        _expect(group.reserved > 0, "conservation", f"{where} has no member")
+        _expect(group.done & ~group.reserved == 0, "conservation", f"{where} has finished members without a place")
+        _expect(group.reserved < 1 << len(protocol._bits), "conservation", f"{where} has more members than allowed")
+        _expect(group.done.bit_count() <= protocol.group_size, "conservation", f"{where} has too many finished members")
+        versions = [v for v, done in protocol.members(group_id).values() if done or not protocol._is_complete(group)]
+        _expect(group.version == min(versions), "monotony", f"{where} is not as old as its oldest member")
+        _expect(0 <= protocol._class_of(group) <= protocol.eta, "bound", f"{where} has version {group.version}")
+
+
+def _check_classes(protocol: StalenessProtocol) -> None:
+    places = protocol.batch_groups + protocol.spare_groups
+    listed = [i for ids in protocol._finished for i in ids]
+    complete = {i for i, group in protocol._groups.items() if protocol._is_complete(group)}
+    _expect(len(listed) == len(complete) == protocol._finished_count, "exactly once", "finished groups are miscounted")
+    _expect(set(listed) == complete, "exactly once", "the list of finished groups is not that of complete groups")
+    for place, ids in enumerate(protocol._finished):
+        right = all(protocol._class_of(protocol._groups[i]) == place for i in ids)
+        _expect(right, "bound", f"a finished group is filed under the wrong deadline {protocol.version + place}")
+    due = Counter(protocol._class_of(group) for group in protocol._groups.values())
+    outstanding = 0
+    for place in range(protocol.eta + 1):
+        outstanding += due[place]
+        room = places * (place + 1) - outstanding
+        what = f"{outstanding} groups are due by step {protocol.version + place}"
+        _expect(room >= 0, "feasibility", f"{what}, which has {places * (place + 1)} places until then")
+        _expect(room == protocol._slack[place], "feasibility", f"{what}, but the slack says {protocol._slack[place]}")
+
+
+def _check_conservation(protocol: StalenessProtocol) -> None:
+    trajectories = sum(group.reserved.bit_count() for group in protocol._groups.values())
+    counted = protocol.counters()
+    _expect(trajectories == counted["trajectories"]["outstanding"], "conservation", f"{trajectories} run: {counted}")
+    for unit, count in counted.items():
+        ended = count["consumed"] + sum(count["released"].values())
+        _expect(count["reserved"] == count["outstanding"] + ended, "conservation", f"{unit} do not add up: {count}")
+    _expect(protocol._used.count() == protocol._reserved_groups, "exactly once", f"ids used and reserved: {counted}")
+
+
+def _expect(holds: bool, invariant: str, what: str) -> None:
+    if not holds:
+        raise ProtocolError(f"invariant broken, {invariant}: {what}")
