@@ -1,0 +1,277 @@
+"""What roles say to each other. Two layers, one encoding (MessagePack through msgspec).
+
+Ring records (host <-> its device ranks) are told apart by `Kind`; trajectory records travel as they are
+(trajectories.schema). Between hosts and the coordinator go the tagged structs below: in process on rank 0's node, over
+an authenticated socket from the others.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from staleflow.coordination.types import Abort, Command, InstanceSnapshot, Interrupt, Pull, Route
+
+
+class Kind(IntEnum):
+    """Record kinds in the rings. Down: host to device rank. Up: device rank to host."""
+
+    PAYLOAD = 1  # down: a trajectory record, before the Route that names it; id0 = tid
+    COMMAND = 2  # down: one Command; id0 = its id
+    STEP = 3  # down: StepHeader; its micro-batches follow
+    MICROBATCH = 4  # down: see trajectories.microbatch
+    SAVE = 5  # down: SaveRequest
+    FINISHED = 11  # up: a trajectory record whose generation has ended; id0 = tid
+    RETURNED = 12  # up: a trajectory record that came back after Interrupt; id0 = tid
+    REPORT = 13  # up: one of the structs of `Report`
+
+
+class Wire(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of everything below."""
+
+
+# ---- host -> device rank ---------------------------------------------------------------------------------------------
+
+
+class StepHeader(Wire):
+    """Totals are over all trainer ranks: losses divide by them."""
+
+    step: int
+    microbatches: int
+    total_tokens: int
+    total_response_tokens: int
+    total_sequences: int
+    total_groups: int
+
+
+class SaveRequest(Wire):
+    """Write a checkpoint of what this rank holds, now (before the next step)."""
+
+    version: int
+    directory: str
+
+
+# ---- device rank -> host (-> coordinator) ----------------------------------------------------------------------------
+
+
+class Ready(Wire):
+    """The rank has loaded what it needs and is in its loop."""
+
+    rank: int
+    seconds: float
+
+
+class Snapshot(Wire):
+    """An instance's own view, and cumulative figures of its engine."""
+
+    instance: int
+    version: int
+    applied_command: int
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_capacity_tokens: int
+    progress: list[tuple[int, int]]
+    generated_tokens: int
+    busy_s: float
+    time_s: float
+
+
+class Pulled(Wire):
+    instance: int
+    version: int
+    seconds: float
+    retries: int
+
+
+class Probe(Wire):
+    """Log-probabilities of the fixed probe at a version: float32 bytes. `rank` tells trainer from engine."""
+
+    rank: int
+    version: int
+    logprobs: bytes
+
+
+class StepDone(Wire):
+    """One trainer rank has finished a step; `metrics` are already reduced over the trainers where that matters."""
+
+    rank: int
+    step: int
+    metrics: dict[str, float]
+    busy_s: float
+    snapshot_wait_s: float
+
+
+class Saved(Wire):
+    rank: int
+    version: int
+    seconds: float
+
+
+class Published(Wire):
+    """One trainer rank's share of a version has left."""
+
+    rank: int
+    version: int
+    seconds: float
+
+
+class StopRequested(Wire):
+    """A rank got a signal and asks for the ordered stop."""
+
+    rank: int
+    signal: int
+
+
+class Failed(Wire):
+    """A rank is about to leave with this error."""
+
+    rank: int
+    error: str
+
+
+Report = Ready | Snapshot | Pulled | Probe | StepDone | Saved | Published | StopRequested | Failed
+
+
+# ---- host -> coordinator ---------------------------------------------------------------------------------------------
+
+
+class Finished(Wire):
+    """Generation ended; the payload is durable on `node`."""
+
+    tid: int
+    prompt_tokens: int
+    tokens: int
+    segments: list[tuple[int, int]]
+    finish: int
+    node: int
+
+
+class Returned(Wire):
+    tid: int
+    tokens: int
+    node: int
+
+
+class Rewarded(Wire):
+    tid: int
+    reward: float
+
+
+class RewardFailed(Wire):
+    tid: int
+    why: str
+
+
+class Stored(Wire):
+    """The node's store holds this version."""
+
+    node: int
+    version: int
+    seconds: float
+
+
+class Lost(Wire):
+    """A rank of this node is gone. `held`: for a rollout rank, the last known (tid, tokens) that came back with it."""
+
+    rank: int
+    reason: str
+
+
+# ---- coordinator -> host ---------------------------------------------------------------------------------------------
+
+
+class PromptMessage(Wire):
+    """What a host needs to start and to score a group."""
+
+    group_id: int
+    tokens: bytes  # int32
+    text: str
+    reference: dict[str, Any]
+
+
+class Commands(Wire):
+    """Commands for instances of this node (a tensor-parallel instance: the host tells all its ranks)."""
+
+    commands: list[tuple[str, int, int, list[int], int]]
+    prompts: list[PromptMessage]
+
+
+class TrainStep(Wire):
+    """The node's share of a step: per trainer rank the micro-batches in the order in which they are consumed."""
+
+    header: StepHeader
+    ranks: list[tuple[int, list[list[int]]]]
+    advantages: dict[int, float]
+
+
+class Forward(Wire):
+    """Hand these payloads to another node (they stay here until Forget)."""
+
+    tids: list[int]
+    node: int
+
+
+class Payload(Wire):
+    """A forwarded trajectory record."""
+
+    tid: int
+    node: int
+    record: bytes
+
+
+class Forget(Wire):
+    tids: list[int]
+
+
+class Save(Wire):
+    """Write a checkpoint: trainer ranks theirs, the host its trajectories."""
+
+    version: int
+    directory: str
+
+
+class Stop(Wire):
+    """Leave, in order. `code` is the process's exit code."""
+
+    code: int
+    reason: str
+
+
+ToHost = Commands | TrainStep | Forward | Payload | Forget | Save | Stop
+ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | Lost | Payload
+
+encode = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
+decode_step_header = msgspec.msgpack.Decoder(StepHeader).decode
+decode_save_request = msgspec.msgpack.Decoder(SaveRequest).decode
+_decode_plain_command = msgspec.msgpack.Decoder(tuple[str, int, int, list[int], int]).decode
+
+
+def plain_command(command: Command) -> tuple[str, int, int, list[int], int]:
+    """(name, id, instance, tids, version): what a command is on the wire."""
+    if isinstance(command, Pull):
+        return "Pull", command.id, command.instance, [], command.version
+    return type(command).__name__, command.id, command.instance, list(command.tids), 0
+
+
+def command_of(plain: tuple[str, int, int, list[int], int]) -> Command:
+    name, id_, instance, tids, version = plain
+    if name == "Pull":
+        return Pull(id_, instance, version)
+    return {"Route": Route, "Interrupt": Interrupt, "Abort": Abort}[name](id_, instance, tuple(tids))
+
+
+def decode_command(record: Any) -> Command:
+    return command_of(_decode_plain_command(record))
+
+
+def instance_snapshot(s: Snapshot) -> InstanceSnapshot:
+    return InstanceSnapshot(
+        s.instance, s.version, s.applied_command, s.running, s.waiting, s.kv_tokens, s.kv_capacity_tokens,
+        tuple((tid, tokens) for tid, tokens in s.progress), s.time_s,
+    )  # fmt: skip
