@@ -1,0 +1,151 @@
+"""Which instance goes on with a waiting trajectory, or begins a new one.
+
+Order (paper's multi-level queue): evaluation work, then interrupted trajectories with the oldest `V_traj` first, then
+new prompts; strict, so that nothing overtakes a trajectory that an older step waits for. A resumed trajectory prefers
+the oldest instance version that may hold it, a new one the newest; inside a version the strategy's score decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
+
+from staleflow.coordination.board import Instance, Work
+from staleflow.coordination.desk import Desk
+
+
+class Routing(Protocol):
+    def __call__(self, desk: Desk) -> None: ...
+
+
+class _Fleet:
+    """Instances by version, best score first. Scores fall as an instance is filled."""
+
+    def __init__(self, routing: _Scored, desk: Desk) -> None:
+        self._routing, self._desk = routing, desk
+        self._heaps: dict[int, list[tuple[float, int, Instance]]] = defaultdict(list)
+        for index, instance in desk.board.instances.items():
+            if instance.spec_version >= 0:
+                self._heaps[instance.spec_version].append((-routing.score(instance, desk), index, instance))
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self.versions = sorted(self._heaps)
+
+    def best(self, version: int, context_tokens: int) -> Instance | None:
+        """The best instance of this version that takes the trajectory; one that is full leaves the heap."""
+        heap = self._heaps[version]
+        while heap:
+            instance = heap[0][2]
+            if self._routing.fits(instance, context_tokens, self._desk):
+                return instance if self._routing.worth(instance, context_tokens, self._desk) else None
+            heapq.heappop(heap)
+        return None
+
+    def used(self, version: int) -> None:
+        """The best instance of this version was given something: score it again."""
+        _, index, instance = self._heaps[version][0]
+        heapq.heapreplace(self._heaps[version], (-self._routing.score(instance, self._desk), index, instance))
+
+
+class _Scored:
+    """The queue discipline; what makes an instance good is left to the subclass."""
+
+    def score(self, instance: Instance, desk: Desk) -> float:
+        raise NotImplementedError
+
+    def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+        return True
+
+    def worth(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+        return True
+
+    def __call__(self, desk: Desk) -> None:
+        board = desk.board
+        if not (board.evaluations or board.levels or desk.offers):
+            return
+        fleet = _Fleet(self, desk)
+        budget = desk.settings.max_routes_per_cycle
+        budget -= self._resume(fleet, desk, list(board.evaluations.values())[:budget])
+        for _, level in list(board.by_level()):
+            waiting = list(level.values())[:budget]
+            routed = self._resume(fleet, desk, waiting)
+            budget -= routed
+            if routed < len(waiting) or not budget:
+                return  # strict: what is younger waits
+        self._begin(fleet, desk, budget)
+
+    def _resume(self, fleet: _Fleet, desk: Desk, waiting: Iterable[Work]) -> int:
+        """Place waiting trajectories until the first that finds no instance; returns how many."""
+        routed = 0
+        for work in waiting:
+            floor = max(work.floor, work.version)
+            version = self._place(fleet, (v for v in fleet.versions if v >= floor), work.context_tokens)
+            if version is None:
+                break
+            instance = fleet.best(version, work.context_tokens)
+            assert instance is not None
+            desk.board.route(work, instance)
+            fleet.used(version)
+            routed += 1
+        return routed
+
+    def _begin(self, fleet: _Fleet, desk: Desk, budget: int) -> None:
+        newest_first = fleet.versions[::-1]
+        while desk.offers and budget > 0:
+            group = desk.offers[0]
+            if group.placed == group.size:
+                desk.offers.popleft()
+                continue
+            if not group.placed and not desk.may_begin(desk):
+                return
+            admitted = (v for v in newest_first if desk.ledger.can_reserve(v, group.group_id))
+            version = self._place(fleet, admitted, group.prompt_tokens)
+            if version is None:
+                return
+            instance = fleet.best(version, group.prompt_tokens)
+            assert instance is not None
+            if not desk.start(group, instance):
+                return
+            fleet.used(version)
+            budget -= 1
+
+    def _place(self, fleet: _Fleet, versions: Iterable[int], context_tokens: int) -> int | None:
+        """The first version with an instance that takes the trajectory."""
+        return next((v for v in versions if fleet.best(v, context_tokens) is not None), None)
+
+
+class Balanced(_Scored):
+    """The fewest trajectories first, no limit: what a plain load balancer does; the engine queues by itself."""
+
+    def score(self, instance: Instance, desk: Desk) -> float:
+        return -float(instance.n)
+
+
+class LeastLoaded(Balanced):
+    """The fewest trajectories first, as long as there is room."""
+
+    def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+        if instance.n >= instance.info.max_running or instance.spec_waiting > 0:
+            return False
+        room = desk.settings.kv_limit * instance.info.kv_capacity_tokens - instance.kv_tokens
+        return context_tokens <= room or instance.n == 0
+
+
+class MarginalGain(LeastLoaded):
+    """The largest gain in throughput by the cost model, and only where it is at least `mu` of the ideal (paper)."""
+
+    def score(self, instance: Instance, desk: Desk) -> float:
+        return desk.cost.gain(instance.n, instance.kv_tokens, 0.0)
+
+    def worth(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+        ideal = desk.cost.throughput(1, context_tokens)
+        return desk.cost.gain(instance.n, instance.kv_tokens, context_tokens) >= desk.settings.mu * ideal
+
+
+ROUTINGS: dict[str, type[_Scored]] = {
+    "balanced": Balanced,
+    "least_loaded": LeastLoaded,
+    "marginal_gain": MarginalGain,
+}
