@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import tomllib
 import types
@@ -14,6 +15,10 @@ from typing import Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from staleflow.coordination.settings import CoordinationSettings
+from staleflow.learning.settings import AlgorithmSettings, ModelSettings, OptimizerSettings
+from staleflow.rewards.spec import RewardSpec
 
 Fraction = typing.Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = typing.Annotated[int, Field(ge=1)]
@@ -35,16 +40,6 @@ class Run(Section):
     steps: Positive
     seed: int = 0
     dir: Path = Path("runs")
-
-
-class Model(Section):
-    """A Hugging Face causal language model on disk."""
-
-    path: Path
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    activation_checkpointing: bool = False
-    compile: bool = False
-    cpu_offload: bool = False
 
 
 class Source(Section):
@@ -94,52 +89,10 @@ class Rollout(Section):
 
 
 class Trainer(Section):
-    """Ranks and optimizer of the trainer (FSDP2)."""
+    """Trainer ranks (FSDP2), and how a batch is cut for them."""
 
     ranks: Positive = 1
-    optimizer: Literal["adamw"] = "adamw"
-    lr: float = Field(ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0.0)
-    max_grad_norm: float = Field(1.0, gt=0.0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
     microbatch_tokens: Positive = 16384
-    updates_per_step: Positive = 1
-
-
-class Algorithm(Section):
-    """Advantages, loss, corrections."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    loss: Literal["ppo_clip", "dapo", "decoupled", "gspo", "cispo"] = "ppo_clip"
-    clip_low: float = Field(0.2, gt=0.0)
-    clip_high: float = Field(0.2, gt=0.0)
-    kl_coefficient: float = Field(0.0, ge=0.0)
-    entropy_coefficient: float = Field(0.0, ge=0.0)
-    importance_cap: float | None = Field(2.0, gt=0.0)  # truncated importance sampling between engine and trainer
-    filter_zero_variance: bool = False
-    max_filter_rounds: Positive = 10
-
-
-class Reward(Section):
-    """How a response is scored."""
-
-    kind: Literal["exact_match", "math", "python", "reasoning_gym", "code"] = "exact_match"
-    options: dict[str, str | int | float | bool] = {}
-    workers: Positive = 2
-    timeout_s: Seconds = 10.0
-    retries: int = Field(1, ge=0)
-
-
-class Coordination(Section):
-    policy: Literal["staleflow", "sync", "one_step", "pace", "drop", "wait"] = "staleflow"
-    routing: str = "marginal_gain"
-    synchronization: str = "paper"
-    migration: str = "subset"
-    cycle_ms: float = Field(50.0, gt=0.0)
-    cost_model: Path | None = None
-    partial_rollout: bool = True
 
 
 class Parameters(Section):
@@ -182,14 +135,15 @@ class Observe(Section):
 
 class Config(Section):
     run: Run
-    model: Model
+    model: ModelSettings
     data: Data
     staleness: Staleness
     rollout: Rollout
-    trainer: Trainer
-    algorithm: Algorithm = Algorithm()
-    reward: Reward = Reward()
-    coordination: Coordination = Coordination()
+    trainer: Trainer = Trainer()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    reward: RewardSpec = RewardSpec()
+    coordination: CoordinationSettings = CoordinationSettings()
     parameters: Parameters = Parameters()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation | None = None
@@ -239,10 +193,15 @@ def _contradictions(c: Config) -> typing.Iterator[str]:
             f"({c.longest_tokens} tokens); raise it"
         )
     per_step = c.staleness.batch_groups * c.staleness.group_size
-    if per_step < c.trainer.ranks * c.trainer.updates_per_step:
+    if per_step < c.trainer.ranks * c.algorithm.updates_per_step:
         yield (
             f"staleness.batch_groups = {c.staleness.batch_groups}: {per_step} trajectories a step cannot be divided over "
-            f"trainer.ranks = {c.trainer.ranks} x trainer.updates_per_step = {c.trainer.updates_per_step}; raise it"
+            f"trainer.ranks = {c.trainer.ranks} x algorithm.updates_per_step = {c.algorithm.updates_per_step}; raise it"
+        )
+    if c.algorithm.temperature not in (1.0, c.rollout.temperature):
+        yield (
+            f"algorithm.temperature = {c.algorithm.temperature}: trainer and engine must use one temperature; "
+            f"set rollout.temperature (now {c.rollout.temperature}) alone"
         )
 
 
@@ -298,7 +257,7 @@ def _value(text: str) -> Any:
 def _explain(fault: Any) -> str:
     place = [str(part) for part in fault["loc"]]
     key = ".".join(place) or "config"
-    if fault["type"] == "extra_forbidden":
+    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _known_keys(place[:-1])
         near = difflib.get_close_matches(place[-1], known, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
@@ -306,22 +265,28 @@ def _explain(fault: Any) -> str:
     if fault["type"] == "missing":
         return f"{key}: missing; add it"
     message = fault["msg"].removeprefix("Value error, ")
-    if not place:
-        return message
+    if not place or message.startswith(place[0]):
+        return message  # it names its key already
     return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _known_keys(place: list[str]) -> list[str]:
-    model: Any = Config
+    section: Any = Config
     for part in place:
         if not part.isdigit():
-            model = _section_of(model.model_fields[part].annotation)
-    return list(model.model_fields)
+            section = _section_of(typing.get_type_hints(section)[part])
+    return _keys_of(section)
+
+
+def _keys_of(section: Any) -> list[str]:
+    if dataclasses.is_dataclass(section):
+        return [f.name for f in dataclasses.fields(section)]
+    return list(section.model_fields)
 
 
 def _section_of(annotation: Any) -> Any:
-    """The Section inside `X`, `X | None` or `tuple[X, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    """The section (a pydantic model or a settings dataclass) inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and (issubclass(annotation, Section) or dataclasses.is_dataclass(annotation)):
         return annotation
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         for argument in typing.get_args(annotation):
