@@ -2,7 +2,7 @@
 
 | kind | reference | options |
 |---|---|---|
-| `exact_match` | `answer` | `extract` (`extract.py`), `pattern` (a regex: its last match, group 1 if any), `ignore_case` |
+| `exact_match` | `answer` | `extract` (`extract.py`), `pattern` (a regex: last match, group 1 if any), `ignore_case` |
 | `math` | `answer` (LaTeX or plain) | `boxed_only` |
 | `python` | anything | `function = "module:name"`, `kwargs`; called as `name(sample, **kwargs)` |
 | `reasoning_gym` | `index`, `answer` | `task`, `seed`, `size`, `config`, `extract` |
