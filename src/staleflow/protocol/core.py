@@ -19,7 +19,7 @@ operation therefore costs O(eta), whatever the number of trajectories:
 With spare groups the places are `B' = B + spare_groups` per step, B of them are trained, and the surplus is dropped.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -49,13 +49,13 @@ class StalenessProtocol:
     """
 
     __slots__ = (
+        "_ahead",
         "_bits",
         "_consumed_groups",
         "_consumed_trajectories",
         "_finished",
         "_finished_count",
         "_groups",
-        "_outstanding_trajectories",
         "_released_groups",
         "_released_trajectories",
         "_reserved_groups",
@@ -102,10 +102,10 @@ class StalenessProtocol:
         # Per deadline class i (deadline c+i): finished group ids, earliest finished first, and the slack at t = c+i.
         self._finished: list[dict[int, None]] = [{} for _ in range(eta + 1)]
         self._finished_count = 0
+        self._ahead = [range(i, eta + 1) for i in range(eta + 1)]  # made once: reserve() is called a lot
         self._slack = [(batch_groups + spare_groups) * (i + 1) for i in range(eta + 1)]
         self._reserved_groups = 0
         self._reserved_trajectories = 0
-        self._outstanding_trajectories = 0
         self._consumed_groups = 0
         self._consumed_trajectories = 0
         self._released_groups: Counter[str] = Counter()
@@ -119,12 +119,12 @@ class StalenessProtocol:
         return self._version
 
     def can_reserve(self, version: int, group_id: int | None = None) -> bool:
-        """Whether reserve() would admit a trajectory begun at `version`: for a new group, or for member of `group_id`."""
+        """Whether reserve() would admit a trajectory begun at `version`, of a new group or of the group `group_id`."""
         if version > self._version:
             return False
         group = None if group_id is None else self._groups.get(group_id)
         if group is not None:
-            return not self._is_complete(group) and self._can_lower(group, version)
+            return group.missing > 0 and self._can_lower(group, version)
         if group_id is not None and group_id in self._used:
             return False
         first = version + self.eta - self._version
@@ -139,19 +139,21 @@ class StalenessProtocol:
         Raises:
             ProtocolError: `version` is ahead of the trainer, `member` is out of range, or `group_id` was used before.
         """
-        bit = self._bits.get(member)
-        if bit is None or version > self._version:
+        try:
+            bit = self._bits[member]
+        except KeyError:
+            bit = 0
+        if not bit or version > self._version:
             raise self._bad_reservation(group_id, member, version)
-        group = self._groups.get(group_id)
-        if group is None:
+        if group_id not in self._groups:
             return self._open(group_id, bit, version)
+        group = self._groups[group_id]
         if group.reserved & bit:
             return True
         if version != group.version or group.versions is not None:
             return self._join(group, member, bit, version)
         group.reserved |= bit
         self._reserved_trajectories += 1
-        self._outstanding_trajectories += 1
         return True
 
     def _bad_reservation(self, group_id: int, member: int, version: int) -> ProtocolError:
@@ -167,30 +169,43 @@ class StalenessProtocol:
         """The first member of a new group."""
         if type(group_id) is not int or type(version) is not int or not -MAX_ID <= group_id <= MAX_ID or version < 0:
             raise ProtocolError(f"a group id is a 64-bit int and a version an int >= 0, got {group_id!r}, {version!r}")
-        if group_id in self._used:
-            raise ProtocolError(f"group id {group_id} was used before; give every prompt drawn an id of its own")
+        slack = self._slack
         first = version + self.eta - self._version
-        if first < 0 or not self._has_room(first, self.eta + 1):
+        if first == self.eta and self._finished_count < self.batch_groups:  # the usual case, without a call
+            admitted = slack[first] > 0
+        else:
+            admitted = first >= 0 and self._has_room(first, self.eta + 1)
+        lasts = self._used.lasts
+        if admitted and lasts and group_id == lasts[-1] + 1:  # ids in rising order: the usual case, without a call
+            lasts[-1] = group_id
+        elif group_id in self._used:
+            raise ProtocolError(f"group id {group_id} was used before; give every prompt drawn an id of its own")
+        elif not admitted:
             return False
-        self._used.add(group_id)
-        self._groups[group_id] = Group(version, bit)
-        self._shift_slack(first, self.eta + 1, -1)
+        else:
+            self._used.add(group_id)
+        self._groups[group_id] = group = Group()
+        group.version = version
+        group.reserved = bit
+        group.done = 0
+        group.missing = self.group_size
+        group.versions = None
+        for i in self._ahead[first]:
+            slack[i] -= 1
         self._reserved_groups += 1
         self._reserved_trajectories += 1
-        self._outstanding_trajectories += 1
         return True
 
     def _join(self, group: Group, member: int, bit: int, version: int) -> bool:
         """A further member whose version differs from the others' (or did for some member before)."""
         if type(version) is not int or version < 0:
             raise ProtocolError(f"a version is an int >= 0, got {version!r}")
-        if self._is_complete(group) or not self._can_lower(group, version):
+        if not group.missing or not self._can_lower(group, version):
             return False
         if version < group.version:
             self._shift_slack(version + self.eta - self._version, self._class_of(group), -1)
         group.add(member, bit, version)
         self._reserved_trajectories += 1
-        self._outstanding_trajectories += 1
         return True
 
     def _can_lower(self, group: Group, version: int) -> bool:
@@ -203,8 +218,8 @@ class StalenessProtocol:
     def _has_room(self, first: int, stop: int) -> bool:
         """Whether n(t) may grow by one for the classes [first, stop) without losing feasibility or a READY step."""
         slack = self._slack
-        if self.spare_groups or self._finished_count < self.batch_groups or not self.ready():
-            return all(slack[i] > 0 for i in range(first, stop))
+        if self._finished_count < self.batch_groups or self.spare_groups or not self.ready():
+            return min(slack[first:stop], default=1) > 0
         return all(slack[i] > shortfall for i, shortfall in enumerate(self._shortfalls()) if first <= i < stop)
 
     # ---- occupy --------------------------------------------------------------------------------------------------
@@ -217,40 +232,42 @@ class StalenessProtocol:
         Raises:
             ProtocolError: the trajectory is not reserved, or was occupied before.
         """
-        group = self._groups.get(group_id)
-        bit = self._bits.get(member, 0)
-        if group is None or not bit & group.reserved or bit & group.done:
-            return self._occupied_late(group_id, member, group)
-        done = group.done | bit
-        finished = done.bit_count()
-        if finished > self.group_size:
-            group.remove(member, bit)
-            self._count_released(1, "redundant")
+        try:
+            group = self._groups[group_id]
+            bit = self._bits[member]
+        except KeyError:
+            return self._occupied_late(group_id, member)
+        if not bit & group.reserved or bit & group.done or not group.missing:
+            return self._occupied_late(group_id, member)
+        group.done |= bit
+        group.missing -= 1
+        if group.missing:
             return False
-        group.done = done
-        if finished < self.group_size:
-            return False
-        self._complete(group_id, group)
+        if self.spare_members:
+            self._keep_finished(group)
+        self._finished[group.version + self.eta - self._version][group_id] = None
+        self._finished_count += 1
         return True
 
-    def _occupied_late(self, group_id: int, member: int, group: Group | None) -> bool:
-        """With spare members, one may finish while the abort that followed its group's end is on its way."""
-        if group is None and self.spare_members and member in self._bits and group_id in self._used:
-            return False
-        if group is not None and self._bits.get(member, 0) & group.done:
-            raise ProtocolError(f"member {member} of group {group_id} was occupied before")
-        raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be occupied")
-
-    def _complete(self, group_id: int, group: Group) -> None:
-        """The kept members alone now make the version, which may rise; the group joins the finished ones."""
+    def _keep_finished(self, group: Group) -> None:
+        """The members that finished first make the group; without the others its version, and deadline, may rise."""
         before = self._class_of(group)
-        if self.spare_members:
-            group.keep_done()
-        after = self._class_of(group)
-        if after != before:
-            self._shift_slack(before, after, 1)
-        self._finished[after][group_id] = None
-        self._finished_count += 1
+        group.keep_done()
+        self._shift_slack(before, self._class_of(group), 1)
+
+    def _occupied_late(self, group_id: int, member: int) -> bool:
+        """A spare member that its group no longer needs, or misuse."""
+        group = self._groups.get(group_id)
+        bit = self._bits.get(member, 0)
+        if group is None and self.spare_members and bit and group_id in self._used:
+            return False  # it finished while the abort that followed its group's end was on its way
+        if group is None or not bit & group.reserved:
+            raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be occupied")
+        if bit & group.done:
+            raise ProtocolError(f"member {member} of group {group_id} was occupied before")
+        group.remove(member, bit)
+        self._released_trajectories["redundant"] += 1
+        return False
 
     # ---- release -------------------------------------------------------------------------------------------------
 
@@ -277,38 +294,33 @@ class StalenessProtocol:
         bit = self._bits.get(member, 0)
         if not bit & group.reserved:
             raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be released")
-        complete = self._is_complete(group)
-        if complete and bit & group.done:
+        if not group.missing and bit & group.done:
             raise ProtocolError(f"member {member} is part of the complete group {group_id}; release the whole group")
         if group.reserved == bit:
             self._drop(group_id, group, reason)
             return
         before = self._class_of(group)
         group.remove(member, bit)
-        if not complete:
+        if group.missing:
             group.refresh_version()
             self._shift_slack(before, self._class_of(group), 1)
-        self._count_released(1, reason)
+        self._released_trajectories[reason] += 1
 
     def _drop(self, group_id: int, group: Group, reason: str) -> None:
         """Release a whole group."""
         place = self._class_of(group)
-        if self._is_complete(group):
+        if not group.missing:
             del self._finished[place][group_id]
             self._finished_count -= 1
         del self._groups[group_id]
         self._shift_slack(place, self.eta + 1, 1)
         self._released_groups[reason] += 1
-        self._count_released(group.reserved.bit_count(), reason)
-
-    def _count_released(self, trajectories: int, reason: str) -> None:
-        self._released_trajectories[reason] += trajectories
-        self._outstanding_trajectories -= trajectories
+        self._released_trajectories[reason] += group.reserved.bit_count()
 
     # ---- consume -------------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether the trainer may take its batch now: B groups are finished, and the rest can still meet its deadlines."""
+        """Whether the trainer may take its batch: B groups are finished, and the rest can still meet its deadlines."""
         if self._finished_count < self.batch_groups:
             return False
         if self.spare_groups:
@@ -354,7 +366,6 @@ class StalenessProtocol:
         batch = self._take_batch()
         self._consumed_groups += len(batch)
         self._consumed_trajectories += len(batch) * self.group_size
-        self._outstanding_trajectories -= len(batch) * self.group_size
         if self.spare_groups:
             self._release_surplus()
         self._advance()
@@ -364,9 +375,8 @@ class StalenessProtocol:
         batch: list[int] = []
         for place, finished in enumerate(self._finished):
             taken = list(islice(finished, self.batch_groups - len(batch)))
-            for group_id in taken:
-                del finished[group_id]
-                group = self._groups.pop(group_id)
+            deque(map(finished.__delitem__, taken), 0)
+            for group_id, group in zip(taken, map(self._groups.pop, taken), strict=True):
                 if group.reserved != group.done:
                     self._release_spares(group_id, group)
             self._shift_slack(place, self.eta + 1, len(taken))
@@ -378,7 +388,7 @@ class StalenessProtocol:
         """The group is consumed while spare members still run: nobody needs them any more."""
         spares = group.reserved & ~group.done
         self.dropped += [(group_id, member, "redundant") for member, bit in self._bits.items() if bit & spares]
-        self._count_released(spares.bit_count(), "redundant")
+        self._released_trajectories["redundant"] += spares.bit_count()
 
     def _release_surplus(self) -> None:
         """Release the fewest groups that let the rest fit the steps after this one: unfinished first, newest first."""
@@ -423,11 +433,16 @@ class StalenessProtocol:
             },
             "trajectories": {
                 "reserved": self._reserved_trajectories,
-                "outstanding": self._outstanding_trajectories,
+                "outstanding": self._outstanding_trajectories(),
                 "consumed": self._consumed_trajectories,
                 "released": Counter(self._released_trajectories),
             },
         }
+
+    def _outstanding_trajectories(self) -> int:
+        """By difference, because counting them costs O(outstanding); check() recounts them."""
+        ended = self._consumed_trajectories + self._released_trajectories.total()
+        return self._reserved_trajectories - ended
 
     def holds(self, group_id: int, member: int | None = None) -> bool:
         """Whether this group, or this member of it, is outstanding."""
@@ -437,7 +452,7 @@ class StalenessProtocol:
         return bool(self._bits.get(member, 0) & group.reserved)
 
     def version_of(self, group_id: int, member: int | None = None) -> int:
-        """The version of an outstanding group, or the V_traj of one of its members; ProtocolError if not outstanding."""
+        """The version of an outstanding group, or V_traj of one of its members; ProtocolError if not outstanding."""
         if not self.holds(group_id, member):
             raise ProtocolError(f"group {group_id}, member {member} is not outstanding")
         group = self._groups[group_id]
@@ -463,7 +478,7 @@ class StalenessProtocol:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "StalenessProtocol":
-        """The inverse of dump(): the same answers to the same calls from here on. ProtocolError if it is not a state."""
+        """The inverse of dump(): equal answers to equal calls from here on. ProtocolError if it is not a state."""
         return snapshot.load(cls, state)
 
     def check(self) -> None:
@@ -475,9 +490,6 @@ class StalenessProtocol:
     def _class_of(self, group: Group) -> int:
         """i such that the deadline of `group` is c+i."""
         return group.version + self.eta - self._version
-
-    def _is_complete(self, group: Group) -> bool:
-        return group.done.bit_count() == self.group_size
 
     def _shift_slack(self, first: int, stop: int, places: int) -> None:
         slack = self._slack

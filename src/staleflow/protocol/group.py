@@ -2,15 +2,21 @@
 
 
 class Group:
-    """Members are bits. `versions` is None while every reserved member has the group's own version (the usual case)."""
+    """Members are bits. Made blank and filled in by who makes it: a constructor would double the cost of reserve().
 
-    __slots__ = ("done", "reserved", "version", "versions")
+    version: the group's version, the oldest V_traj of its members (of its finished ones, once it is complete).
+    reserved, done: the members that are outstanding, and those of them that are finished.
+    missing: finished members that it still needs; 0 is complete.
+    versions: V_traj by member, or None while every reserved member has the group's own (the usual case).
+    """
 
-    def __init__(self, version: int, reserved: int) -> None:
-        self.version = version
-        self.reserved = reserved
-        self.done = 0
-        self.versions: dict[int, int] | None = None
+    __slots__ = ("done", "missing", "reserved", "version", "versions")
+
+    version: int
+    reserved: int
+    done: int
+    missing: int
+    versions: dict[int, int] | None
 
     def add(self, member: int, bit: int, version: int) -> None:
         """Reserve one more member; the group's version is the oldest of its members'."""
@@ -22,7 +28,9 @@ class Group:
     def remove(self, member: int, bit: int) -> None:
         """Forget a member; the version is left to `refresh_version`, because a complete group keeps its own."""
         self.reserved &= ~bit
-        self.done &= ~bit
+        if self.done & bit:
+            self.done &= ~bit
+            self.missing += 1
         if self.versions is not None:
             del self.versions[member]
 

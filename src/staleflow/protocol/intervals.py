@@ -4,25 +4,26 @@ from bisect import bisect_right
 
 
 class IdIntervals:
-    """A set of ints that only grows. Ids handed out in rising order cost O(1); any other order O(log k + k) for k gaps."""
+    """A set of ints that only grows. Ids in rising order cost O(1) each; any other order O(log k + k) for k gaps."""
 
-    __slots__ = ("_firsts", "_lasts")
+    # `firsts[i]` and `lasts[i]` bound interval i. Public, so that a caller can extend the last one without a call.
+    __slots__ = ("firsts", "lasts")
 
     def __init__(self) -> None:
-        self._firsts: list[int] = []
-        self._lasts: list[int] = []
+        self.firsts: list[int] = []
+        self.lasts: list[int] = []
 
     def __contains__(self, value: int) -> bool:
-        place = bisect_right(self._firsts, value) - 1
-        return place >= 0 and value <= self._lasts[place]
+        place = bisect_right(self.firsts, value) - 1
+        return place >= 0 and value <= self.lasts[place]
 
     def add(self, value: int) -> bool:
         """Add `value`; False when it was there already."""
-        lasts = self._lasts
+        lasts = self.lasts
         if lasts and value == lasts[-1] + 1:
             lasts[-1] = value
             return True
-        place = bisect_right(self._firsts, value)
+        place = bisect_right(self.firsts, value)
         if place and value <= lasts[place - 1]:
             return False
         self._insert(place, value)
@@ -30,7 +31,7 @@ class IdIntervals:
 
     def _insert(self, place: int, value: int) -> None:
         """Insert the new `value` between the intervals `place - 1` and `place`, merging those that it connects."""
-        firsts, lasts = self._firsts, self._lasts
+        firsts, lasts = self.firsts, self.lasts
         joins_left = place > 0 and lasts[place - 1] == value - 1
         joins_right = place < len(firsts) and firsts[place] == value + 1
         if joins_left and joins_right:
@@ -46,19 +47,19 @@ class IdIntervals:
 
     def count(self) -> int:
         """How many ids are in the set."""
-        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
+        return sum(self.lasts) - sum(self.firsts) + len(self.firsts)
 
     def dump(self) -> list[list[int]]:
         """The intervals as `[[first, last], ...]`, rising."""
-        return [[first, last] for first, last in zip(self._firsts, self._lasts, strict=True)]
+        return [[first, last] for first, last in zip(self.firsts, self.lasts, strict=True)]
 
     @classmethod
     def load(cls, intervals: list[list[int]]) -> "IdIntervals":
         """The inverse of `dump`; ValueError when they overlap, touch or fall."""
         ids = cls()
         for first, last in intervals:
-            if first > last or (ids._lasts and first <= ids._lasts[-1] + 1):
+            if first > last or (ids.lasts and first <= ids.lasts[-1] + 1):
                 raise ValueError(f"used ids are not disjoint rising intervals at [{first}, {last}]")
-            ids._firsts.append(first)
-            ids._lasts.append(last)
+            ids.firsts.append(first)
+            ids.lasts.append(last)
         return ids

@@ -72,12 +72,15 @@ def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
 
 
 def _load_group(protocol: StalenessProtocol, members: list[list[int]]) -> Group:
-    (first, version, _), *rest = members
-    group = Group(version, protocol._bits[first])
-    for member, version, _ in rest:
+    group = Group()
+    group.version = members[0][1]
+    group.reserved = 0
+    group.versions = None
+    for member, version, _ in members:
         group.add(member, protocol._bits[member], version)
     group.done = sum(protocol._bits[member] for member, _, finished in members if finished)
-    if protocol.spare_members and protocol._is_complete(group):
+    group.missing = protocol.group_size - group.done.bit_count()
+    if protocol.spare_members and not group.missing:
         group.keep_done()
     return group
 
@@ -88,7 +91,6 @@ def _load_counters(protocol: StalenessProtocol, counters: dict[str, dict[str, An
     protocol._consumed_groups = groups["consumed"]
     protocol._released_groups = Counter(groups["released"])
     protocol._reserved_trajectories = trajectories["reserved"]
-    protocol._outstanding_trajectories = trajectories["outstanding"]
     protocol._consumed_trajectories = trajectories["consumed"]
     protocol._released_trajectories = Counter(trajectories["released"])
     if groups["outstanding"] != len(protocol._groups):
@@ -109,8 +111,9 @@ def _check_groups(protocol: StalenessProtocol) -> None:
         _expect(group.reserved > 0, "conservation", f"{where} has no member")
         _expect(group.done & ~group.reserved == 0, "conservation", f"{where} has finished members without a place")
         _expect(group.reserved < 1 << len(protocol._bits), "conservation", f"{where} has more members than allowed")
-        _expect(group.done.bit_count() <= protocol.group_size, "conservation", f"{where} has too many finished members")
-        versions = [v for v, done in protocol.members(group_id).values() if done or not protocol._is_complete(group)]
+        left = protocol.group_size - group.done.bit_count()
+        _expect(group.missing == left >= 0, "conservation", f"{where} misses {left} members, not {group.missing}")
+        versions = [v for v, done in protocol.members(group_id).values() if done or group.missing]
         _expect(group.version == min(versions), "monotony", f"{where} is not as old as its oldest member")
         _expect(0 <= protocol._class_of(group) <= protocol.eta, "bound", f"{where} has version {group.version}")
 
@@ -118,7 +121,7 @@ def _check_groups(protocol: StalenessProtocol) -> None:
 def _check_classes(protocol: StalenessProtocol) -> None:
     places = protocol.batch_groups + protocol.spare_groups
     listed = [i for ids in protocol._finished for i in ids]
-    complete = {i for i, group in protocol._groups.items() if protocol._is_complete(group)}
+    complete = {i for i, group in protocol._groups.items() if not group.missing}
     _expect(len(listed) == len(complete) == protocol._finished_count, "exactly once", "finished groups are miscounted")
     _expect(set(listed) == complete, "exactly once", "the list of finished groups is not that of complete groups")
     for place, ids in enumerate(protocol._finished):

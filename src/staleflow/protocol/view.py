@@ -16,7 +16,7 @@ def unfinished(protocol: StalenessProtocol, deadline: int) -> list[int]:
     """Unfinished groups that must be trained by step `deadline`, earliest deadline first, then oldest reservation."""
     newest = deadline - protocol.eta
     groups = protocol._groups
-    found = [i for i, group in groups.items() if group.version <= newest and not protocol._is_complete(group)]
+    found = [i for i, group in groups.items() if group.version <= newest and group.missing]
     return sorted(found, key=lambda i: groups[i].version)
 
 
@@ -36,7 +36,7 @@ def dispensable(protocol: StalenessProtocol, deadline: int) -> list[int]:
 
 
 def buffers(protocol: StalenessProtocol) -> list[BufferView]:
-    """See StalenessProtocol.buffers. With spare groups, what would be dropped at consume is in no buffer of a READY view."""
+    """See StalenessProtocol.buffers. What a READY step would drop as surplus when consumed is in none of them."""
     ready = protocol.ready()
     places = protocol.batch_groups + protocol.spare_groups
     batch = list(islice(finished(protocol, protocol.version + protocol.eta), protocol.batch_groups)) if ready else []
@@ -54,7 +54,7 @@ def _by_deadline(protocol: StalenessProtocol, without: set[int]) -> list[int]:
 
 
 def _row(protocol: StalenessProtocol, i: int, row: Sequence[int], ready: bool, places: int) -> BufferView:
-    occupied = sum(protocol._is_complete(protocol._groups[group_id]) for group_id in row)
+    occupied = sum(not protocol._groups[group_id].missing for group_id in row)
     reserved = len(row) - occupied
     if i == 0 and ready:
         return protocol.version, 0, occupied, 0, "READY"
