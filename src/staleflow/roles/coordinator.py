@@ -1,0 +1,389 @@
+"""The coordinator: rank 0's second hat. Drives the pure core with facts, carries out what it decides.
+
+consumes      messages of all hosts (its own in process, the others by socket)
+waits for     nothing: `turn` is called by rank 0's loop
+unblocked by  -
+produces      commands, train steps, forgets and stops for the hosts; metrics and the live view
+
+A run: instances join and Pull the start version that the trainers publish; prompts are offered as the protocol has room;
+whenever the trainers are free and the protocol is READY a step is planned and sent. After the last step the last version
+is evaluated (if asked for), then everybody is told to leave. A loss, a signal or no progress lead to the same end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.config import Config
+from staleflow.coordination.coordinator import Coordinator
+from staleflow.coordination.types import EVAL_GROUP_BASE, InstanceInfo
+from staleflow.data.prompts import Prompt
+from staleflow.jobs.plan import JobPlan
+from staleflow.roles import messages as m
+from staleflow.roles.accounts import Accounts
+from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, plan_step
+from staleflow.roles.evaluations import Evaluations
+from staleflow.trajectories.schema import group_and_member
+
+Send = Callable[[int, m.ToHost], None]  # (node, message)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: status completed | stopped | failed, exit code, and why."""
+
+    status: str
+    code: int
+    reason: str
+
+
+class CoordinatorRole:
+    """`observer` gets every finished step and every view; it never decides anything."""
+
+    def __init__(
+        self,
+        config: Config,
+        job_plan: JobPlan,
+        core: Coordinator,
+        prompts: Iterator[Prompt],
+        evaluations: Evaluations | None,
+        send: Send,
+        observer: Any,
+        start_version: int = 0,
+    ) -> None:
+        self._c, self._plan, self.core, self._prompts, self._send = config, job_plan, core, prompts, send
+        self.evaluations, self._observer = evaluations, observer
+        self.accounts = Accounts()
+        self.outcome: Outcome | None = None
+        self._last_step = config.run.steps
+        self._start_version = start_version
+        self._node_of_instance = {r.instance: r.node for r in job_plan.ranks if r.instance is not None}
+        self._waiting_ready = set(range(job_plan.world_size)) - set(job_plan.hosts)
+        self._stored: dict[int, set[int]] = {}  # version -> nodes that hold it
+        self._store_nodes = {job_plan.ranks[r].node for r in job_plan.relays}
+        self._joined: set[int] = set()
+        self._prompt_of: dict[int, Prompt] = {}  # live groups, evaluation included
+        self._known_on: dict[int, set[int]] = {}  # group -> nodes that have its prompt
+        self._generated: dict[int, Generated] = {}
+        self._rewards: dict[int, float] = {}
+        self._holder: dict[int, int] = {}  # tid -> node with a partial payload
+        self._next_group = start_version * config.staleness.batch_groups
+        self._training: StepPlan | None = None
+        self._step_done: dict[int, m.StepDone] = {}
+        self._final_evaluation = False
+        self._last_cycle_s = self._progress_s = time.monotonic()
+        self._step_began_s = self._progress_s
+
+    # ---- the turn ----------------------------------------------------------------------------------------------------
+
+    def turn(self, inbox: Sequence[tuple[int, m.ToCoordinator]], now_s: float) -> None:
+        for node, message in inbox:
+            self._on(node, message, now_s)
+        if self.outcome is not None:
+            return
+        if now_s - self._last_cycle_s >= self._c.coordination.cycle_ms / 1000 or inbox:
+            self._last_cycle_s = now_s
+            self._offer()
+            self._command(self.core.cycle(now_s))
+            self._forget_released()
+        if self._training is None and not self._waiting_ready:
+            self._train(now_s)
+        self._finish_when_done(now_s)
+        self._watch(now_s)
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def _on(self, node: int, message: m.ToCoordinator, now_s: float) -> None:
+        match message:
+            case m.Snapshot():
+                self._snapshot(message, now_s)
+            case m.Finished():
+                self._finished(message, now_s)
+            case m.Rewarded(tid=tid, reward=reward):
+                self._rewarded(tid, reward)
+            case m.RewardFailed(tid=tid, why=why):
+                self._reward_failed(tid, why)
+            case m.Returned(tid=tid, tokens=tokens):
+                self._holder[tid] = node
+                self.core.returned(tid, tokens)
+            case m.Stored(version=version, seconds=seconds):
+                self._on_stored(node, version, seconds)
+            case m.StepDone():
+                self._on_step_done(message, now_s)
+            case m.Ready(rank=rank):
+                self._on_ready(rank, now_s)
+            case m.Pulled(seconds=seconds):
+                self.accounts.pull_s.append(seconds)
+            case m.Probe(rank=rank):
+                self.accounts.probe(message, trainer=rank in self._plan.trainers)
+            case m.Payload(tid=tid, node=target):
+                self._send(target, message)
+                self._holder[tid] = target
+            case m.Lost(rank=rank, reason=reason):
+                self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
+            case m.Failed(rank=rank, error=error):
+                self.fail(f"rank {rank} ({self._role_of(rank)}) failed: {error}")
+            case m.StopRequested(rank=rank, signal=number):
+                self.stop(number, f"signal {number} at rank {rank} ({self._role_of(rank)})")
+
+    def _role_of(self, rank: int) -> str:
+        return self._plan.ranks[rank].role
+
+    def _on_ready(self, rank: int, now_s: float) -> None:
+        self._waiting_ready.discard(rank)
+        self._progress_s = now_s
+        if not self._waiting_ready:
+            self.accounts.began_s = self._step_began_s = now_s
+            if self.evaluations is not None:
+                self._evaluate(self._start_version)
+
+    def _snapshot(self, s: m.Snapshot, now_s: float) -> None:
+        if s.instance not in self._joined:
+            self._joined.add(s.instance)
+            node = self._node_of_instance[s.instance]
+            self.core.joined(InstanceInfo(s.instance, node, self._c.rollout.max_running, s.kv_capacity_tokens))
+        if s.progress:
+            self._progress_s = now_s
+        self.accounts.snapshot(s)
+        self.core.snapshot(m.instance_snapshot(s), now_s)
+
+    def _on_stored(self, node: int, version: int, seconds: float) -> None:
+        self.accounts.publish_s.append(seconds)
+        nodes = self._stored.setdefault(version, set())
+        nodes.add(node)
+        if nodes == self._store_nodes:
+            self.core.published(version)
+            for old in [v for v in self._stored if v < version]:
+                del self._stored[old]
+
+    def _finished(self, f: m.Finished, now_s: float) -> None:
+        self._progress_s = now_s
+        generated = Generated(f.prompt_tokens, f.tokens, tuple(f.segments), f.finish, f.node)
+        self._holder.pop(f.tid, None)
+        if group_and_member(f.tid)[0] >= EVAL_GROUP_BASE:
+            if self.evaluations is not None:
+                self.evaluations.generated(f.tid, [version for version, _ in f.segments])
+        else:
+            self._generated[f.tid] = generated
+        self.core.finished(f.tid, f.tokens, generated.v_traj, len(f.segments))
+
+    def _rewarded(self, tid: int, reward: float) -> None:
+        if group_and_member(tid)[0] >= EVAL_GROUP_BASE:
+            self._evaluated(tid, reward)
+            return
+        self._rewards[tid] = reward
+        self.core.rewarded(tid, reward)
+
+    def _reward_failed(self, tid: int, why: str) -> None:
+        self._observer.note(f"the reward of trajectory {tid} failed: {why}")
+        if group_and_member(tid)[0] >= EVAL_GROUP_BASE:
+            self._evaluated(tid, None)
+        else:
+            self.core.failed(tid, why)
+
+    # ---- prompts and commands ----------------------------------------------------------------------------------------
+
+    def _offer(self) -> None:
+        """Only as many groups as steps still need: the run ends without a queue of half-made work."""
+        s = self._c.staleness
+        live = sum(1 for group in self._prompt_of if group < EVAL_GROUP_BASE)
+        needed = (self._last_step - self.core.version) * (s.batch_groups + s.spare_groups) - live
+        for _ in range(min(self.core.wanted(), needed)):
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                self.core.end_of_data()
+                return
+            group_id, self._next_group = self._next_group, self._next_group + 1
+            self._prompt_of[group_id] = prompt
+            self.core.offer(group_id, len(prompt.token_ids), self._c.rollout.max_tokens)
+
+    def _command(self, commands: Sequence[Any]) -> None:
+        by_node: dict[int, list[Any]] = {}
+        prompts: dict[int, dict[int, m.PromptMessage]] = {}
+        for command in commands:
+            node = self._node_of_instance[command.instance]
+            plain = m.plain_command(command)
+            by_node.setdefault(node, []).append(plain)
+            if plain[0] == "Route":
+                for tid in plain[3]:
+                    self._bring(tid, node, prompts.setdefault(node, {}))
+        for node, plains in by_node.items():
+            self._send(node, m.Commands(plains, list(prompts.get(node, {}).values())))
+
+    def _bring(self, tid: int, node: int, prompts: dict[int, m.PromptMessage]) -> None:
+        """What the node needs before it can start `tid`: its prompt, or its partial payload."""
+        group_id = group_and_member(tid)[0]
+        known = self._known_on.setdefault(group_id, set())
+        if node not in known:
+            known.add(node)
+            p = self._prompt_of[group_id]
+            prompts[group_id] = m.PromptMessage(group_id, p.token_ids.tobytes(), p.text, p.reference)
+        holder = self._holder.get(tid)
+        if holder is not None and holder != node:
+            self._send(holder, m.Forward([tid], node))
+
+    def _forget_released(self) -> None:
+        released = self.core.drain_released()
+        for item in released:
+            self.accounts.discarded[item.reason] += item.tokens
+        self._forget([item.tid for item in released])
+
+    def _forget(self, tids: Sequence[int]) -> None:
+        """The payloads go, and the metadata with them."""
+        if not tids:
+            return
+        nodes = {node for tid in tids for node in self._known_on.get(group_and_member(tid)[0], ())}
+        for node in nodes:
+            self._send(node, m.Forget(list(tids)))
+        for tid in tids:
+            self._generated.pop(tid, None)
+            self._rewards.pop(tid, None)
+            self._holder.pop(tid, None)
+        for group_id in {group_and_member(tid)[0] for tid in tids}:
+            if not self.core.holds(group_id):
+                self._prompt_of.pop(group_id, None)
+                self._known_on.pop(group_id, None)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, now_s: float) -> None:
+        if self.core.version >= self._last_step or (batch := self.core.next_batch()) is None:
+            return
+        advantages = advantages_of(
+            batch, self._rewards, self._generated, self._c.algorithm, self._c.rollout.max_tokens
+        )
+        plan = plan_step(
+            batch,
+            advantages,
+            self._generated,
+            trainers=len(self._plan.trainers),
+            microbatch_tokens=self._c.trainer.microbatch_tokens,
+            updates=self._c.algorithm.updates_per_step,
+        )
+        self._training, self._step_done = plan, {}
+        self._send_step(plan)
+        self._account(plan, now_s)
+
+    def _send_step(self, plan: StepPlan) -> None:
+        header = m.StepHeader(
+            plan.step, plan.microbatches, plan.total_tokens, plan.response_tokens, len(plan.tids), plan.groups
+        )
+        by_node: dict[int, list[tuple[int, list[list[int]]]]] = {}
+        for rank, microbatches in zip(self._plan.trainers, plan.ranks, strict=True):
+            node = self._plan.ranks[rank].node
+            by_node.setdefault(node, []).append((rank, [list(part) for part in microbatches]))
+            self._collect(node, [tid for part in microbatches for tid in part])
+        for node, ranks in by_node.items():
+            mine = {tid: plan.advantages[tid] for _, parts in ranks for part in parts for tid in part}
+            self._send(node, m.TrainStep(header, ranks, mine))
+
+    def _collect(self, node: int, tids: Sequence[int]) -> None:
+        """Payloads that lie on other nodes come to the trainer's node first."""
+        elsewhere: dict[int, list[int]] = {}
+        for tid in tids:
+            if (holder := self._generated[tid].node) != node:
+                elsewhere.setdefault(holder, []).append(tid)
+        for holder, wanted in elsewhere.items():
+            self._send(holder, m.Forward(wanted, node))
+
+    def _account(self, plan: StepPlan, now_s: float) -> None:
+        ages = ages_of(plan.tids, self._generated, plan.step)
+        segments = [len(self._generated[tid].segments) for tid in plan.tids]
+        reward = sum(self._rewards[tid] for tid in plan.tids) / len(plan.tids)
+        self.accounts.trained(ages, plan.response_tokens, segments, reward)
+        self._observer.step_started(plan, ages, reward, now_s)
+
+    def _on_step_done(self, done: m.StepDone, now_s: float) -> None:
+        self._progress_s = now_s
+        self._step_done[done.rank] = done
+        plan = self._training
+        if plan is None or len(self._step_done) < len(self._plan.trainers):
+            return
+        slowest = max(self._step_done.values(), key=lambda d: d.busy_s)
+        self.accounts.trainer_busy_s += slowest.busy_s - slowest.snapshot_wait_s
+        self.accounts.publish_wait_s += slowest.snapshot_wait_s
+        self._training = None
+        self._forget_trained(plan)
+        leader = self._step_done[self._plan.trainers[0]]
+        self._observer.step_done(plan, leader.metrics, slowest, now_s)
+        every = self._c.evaluation.every_steps if self._c.evaluation else 0
+        if every and (plan.step + 1) % every == 0 and plan.step + 1 < self._last_step:
+            self._evaluate(plan.step + 1)
+
+    def _forget_trained(self, plan: StepPlan) -> None:
+        self._forget(plan.tids)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, version: int) -> None:
+        assert self.evaluations is not None
+        _, work = self.evaluations.start(version)
+        for tid, prompt in work:
+            self._prompt_of[group_and_member(tid)[0]] = prompt
+        self.core.evaluate([tid for tid, _ in work], [len(p.token_ids) for _, p in work], version)
+
+    def _evaluated(self, tid: int, reward: float | None) -> None:
+        assert self.evaluations is not None
+        done = self.evaluations.scored(tid, reward)
+        self._forget([tid])
+        if done is not None:
+            self._observer.evaluated(done, done.result(self.evaluations.samples))
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish_when_done(self, now_s: float) -> None:
+        starved = self._starved()
+        if self._training is not None or (self.core.version < self._last_step and not starved):
+            return
+        self.accounts.ended_s = self.accounts.ended_s or now_s
+        if self.evaluations is not None and not self._final_evaluation:
+            self._final_evaluation = True
+            self._evaluate(self.core.version)
+        if self.evaluations is not None and self.evaluations.busy:
+            return
+        reason = "the data set ended" if starved else "all steps done"
+        self._end(Outcome("completed", 0, reason))
+
+    def _starved(self) -> bool:
+        """No prompt is left and the books are too empty for another step."""
+        return self.core.exhausted() and not self._waiting_ready
+
+    def fail(self, reason: str) -> None:
+        self._end(Outcome("failed", 1, reason))
+
+    def stop(self, signal_number: int, reason: str) -> None:
+        self._end(Outcome("stopped", 128 + signal_number, reason))
+
+    def _end(self, outcome: Outcome) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self.accounts.ended_s = self.accounts.ended_s or time.monotonic()
+        for node in range(len(self._plan.nodes)):
+            self._send(node, m.Stop(outcome.code, outcome.reason))
+
+    def _watch(self, now_s: float) -> None:
+        """Nothing is waited for without a limit; the error names who was waited for."""
+        limit_s = self._c.fault.start_timeout_s if self._waiting_ready else self._c.fault.no_progress_s
+        if now_s - self._progress_s < limit_s:
+            return
+        if self._waiting_ready:
+            whom = ", ".join(f"rank {r} ({self._role_of(r)})" for r in sorted(self._waiting_ready))
+            self.fail(f"not ready after {limit_s:.0f} s: {whom}")
+        else:
+            self.fail(f"no progress for {limit_s:.0f} s; waiting for {self.waited_for()}")
+
+    def waited_for(self) -> str:
+        """What the trainer waits for, in words."""
+        if self._training is not None:
+            return f"the trainer, at step {self._training.step}"
+        waited = Counter(
+            "rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for()
+        )
+        if waited:
+            return ", ".join(f"{n} trajectories at {where}" for where, n in waited.most_common(4))
+        return f"{self._c.staleness.batch_groups} finished groups for step {self.core.version}"

@@ -1,0 +1,86 @@
+"""Evaluation on held-out prompts, by the rollout instances themselves, beside training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from staleflow.coordination.types import EVAL_GROUP_BASE
+from staleflow.data.prompts import Prompt
+from staleflow.trajectories.schema import group_and_member, trajectory_id
+
+
+@dataclass
+class Round:
+    """One evaluation: of version `version` (or newer on an instance that was ahead). None = scoring failed."""
+
+    version: int
+    first_group: int
+    pending: set[int]
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
+
+    def result(self, samples: int) -> dict[str, float]:
+        """`mean` = mean@k, `pass` = pass@k over prompts, `stderr` of the mean, counts."""
+        by_group: dict[int, list[float]] = {}
+        for tid, reward in self.rewards.items():
+            if reward is not None:
+                by_group.setdefault(group_and_member(tid)[0], []).append(reward)
+        means = [sum(values) / len(values) for values in by_group.values()]
+        n = max(1, len(means))
+        mean = sum(means) / n
+        variance = sum((value - mean) ** 2 for value in means) / max(1, n - 1)
+        return {
+            "version": float(self.version),
+            "mean": mean,
+            f"pass@{samples}": sum(max(values) > 0.5 for values in by_group.values()) / n,
+            "stderr": math.sqrt(variance / n),
+            "prompts": float(len(means)),
+            "failed": float(sum(r is None for r in self.rewards.values())),
+        }
+
+
+class Evaluations:
+    """Rounds in flight. Every round has its own group ids, so that a late answer cannot be taken for another's."""
+
+    def __init__(self, prompts: Sequence[Prompt], samples: int) -> None:
+        self.prompts, self.samples = tuple(prompts), samples
+        self._rounds: list[Round] = []
+        self._next_group = EVAL_GROUP_BASE
+
+    def start(self, version: int) -> tuple[Round, list[tuple[int, Prompt]]]:
+        """A new round: ((tid, prompt), …) to be generated."""
+        first = self._next_group
+        self._next_group += len(self.prompts)
+        work = [
+            (trajectory_id(first + i, member), prompt)
+            for i, prompt in enumerate(self.prompts)
+            for member in range(self.samples)
+        ]
+        new = Round(version, first, {tid for tid, _ in work})
+        self._rounds.append(new)
+        return new, work
+
+    def generated(self, tid: int, versions: Sequence[int]) -> None:
+        if (of := self._round_of(tid)) is not None:
+            of.versions.update(versions)
+
+    def scored(self, tid: int, reward: float | None) -> Round | None:
+        """Returns the round when this was its last answer."""
+        of = self._round_of(tid)
+        if of is None or tid not in of.pending:
+            return None
+        of.pending.discard(tid)
+        of.rewards[tid] = reward
+        if of.pending:
+            return None
+        self._rounds.remove(of)
+        return of
+
+    def _round_of(self, tid: int) -> Round | None:
+        return next((r for r in self._rounds if tid in r.pending), None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rounds)

@@ -1,0 +1,216 @@
+"""A host rank: the node's shard of the trajectory server, its rewards, its parameter store. No GPU, one per node.
+
+consumes      records from the up rings of its device ranks; messages of the coordinator; reward results; "stored" events
+              of the relay thread
+waits for     any of these, `WAIT_S` at most (the doorbell of the up rings wakes it at once)
+unblocked by  nobody: no call here waits for another rank. Full down rings fill an outbox, the relay has its own thread,
+              rewards run in child processes
+produces      commands and micro-batches into the down rings; events for the coordinator
+
+It cannot deadlock: it never waits without a limit, and never stops draining the up rings while it has something to send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from staleflow.rewards.pool import RewardPool
+from staleflow.rewards.spec import RewardSample
+from staleflow.roles import messages as m
+from staleflow.roles.devicelink import DeviceLink
+from staleflow.roles.messages import Kind
+from staleflow.trajectories.ring import wait_any
+from staleflow.trajectories.schema import Finish, Trajectory, decode, encode, group_and_member
+from staleflow.trajectories.server import PromptEntry, TrajectoryServer
+
+WAIT_S = 0.005
+LIVENESS_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    node: int
+    max_tokens: int
+
+
+class Host:
+    """`decode_text(token_ids) -> str` for rewards; `alive(rank) -> bool`; `emit(message)` goes to the coordinator."""
+
+    def __init__(
+        self,
+        settings: HostSettings,
+        links: Sequence[DeviceLink],
+        server: TrajectoryServer,
+        rewards: RewardPool,
+        decode_text: Callable[[Any], str],
+        alive: Callable[[int], bool],
+        emit: Callable[[m.ToCoordinator], None],
+        audit: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._s, self._links, self._server, self._rewards = settings, tuple(links), server, rewards
+        self._decode_text, self._alive, self._emit, self._audit = decode_text, alive, emit, audit
+        self._by_rank = {link.plan.rank: link for link in links}
+        self._stored: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._last_liveness_s = 0.0
+        self.stopping: m.Stop | None = None
+
+    # ---- the turn ----------------------------------------------------------------------------------------------------
+
+    def turn(self, inbox: Sequence[m.ToHost]) -> None:
+        """Everything that can be done without waiting."""
+        for message in inbox:
+            self.handle(message)
+        for link in self._links:
+            self._drain(link)
+            link.flush()
+        self._collect_rewards()
+        self._collect_stored()
+        self._look_after_ranks()
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Until a device rank has something to say."""
+        rings = [link.up for link in self._links if not link.gone]
+        if rings:
+            wait_any(rings, timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def on_stored(self, version: int, seconds: float) -> None:
+        """Called from the relay's thread."""
+        self._stored.put((version, seconds))
+
+    # ---- from the device ranks ---------------------------------------------------------------------------------------
+
+    def _drain(self, link: DeviceLink) -> None:
+        for record in link.records():
+            match record.kind:
+                case Kind.FINISHED:
+                    self._finished(record.id0, record.payload)
+                case Kind.RETURNED:
+                    self._server.put(record.id0, record.payload)
+                    returned = decode(record.payload, copy=False)
+                    self._emit(m.Returned(record.id0, returned.response_tokens, self._s.node))
+                    del returned
+                case Kind.REPORT:
+                    self._reported(link, m.decode_report(record.payload))
+                case _:
+                    raise RuntimeError(f"host of node {self._s.node}: kind {record.kind} from rank {link.plan.rank}")
+
+    def _reported(self, link: DeviceLink, report: m.Report) -> None:
+        if isinstance(report, m.Ready):
+            link.ready = True
+        elif isinstance(report, m.Failed):
+            link.gone = True
+        self._emit(report)
+
+    def _finished(self, tid: int, payload: Any) -> None:
+        """Keep it, tell of it, have it scored."""
+        self._server.put(tid, payload)
+        t = decode(payload, copy=False)
+        segments = list(t.segments)
+        self._emit(m.Finished(tid, t.prompt_tokens, t.response_tokens, segments, int(t.finish), self._s.node))
+        prompt = self._server.prompt(tid)
+        text = self._decode_text(t.response)
+        self._rewards.submit(tid, RewardSample(prompt.text, text, t.finish is Finish.LENGTH, prompt.reference))
+
+    def _collect_rewards(self) -> None:
+        for result in self._rewards.poll():
+            if result.reward is None:
+                self._emit(m.RewardFailed(result.tid, result.error or "no reason given"))
+            else:
+                self._emit(m.Rewarded(result.tid, result.reward))
+
+    def _collect_stored(self) -> None:
+        while True:
+            try:
+                version, seconds = self._stored.get_nowait()
+            except Empty:
+                return
+            self._emit(m.Stored(self._s.node, version, seconds))
+
+    def _look_after_ranks(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_liveness_s < LIVENESS_EVERY_S:
+            return
+        self._last_liveness_s = now_s
+        for link in self._links:
+            if not link.gone and not self._alive(link.plan.rank):
+                link.gone = True
+                self._drain(link)  # what it had published before it died is whole
+                if self.stopping is None:
+                    self._emit(m.Lost(link.plan.rank, "its process has died"))
+
+    # ---- from the coordinator ----------------------------------------------------------------------------------------
+
+    def handle(self, message: m.ToHost) -> None:
+        match message:
+            case m.Commands():
+                self._command(message)
+            case m.TrainStep():
+                self._train(message)
+            case m.Forget(tids=tids):
+                self._forget(tids)
+            case m.Forward(tids=tids, node=node):
+                for tid in tids:
+                    record = self._server.get(tid)
+                    if record is not None:
+                        self._emit(m.Payload(tid, node, bytes(record)))
+            case m.Payload(tid=tid, record=record):
+                self._server.put(tid, record)
+            case m.Stop(code=code):
+                self.stopping = message
+                for link in self._links:
+                    link.stop(code or 1)
+
+    def _command(self, message: m.Commands) -> None:
+        for prompt in message.prompts:
+            self._server.add_prompt(prompt.group_id, PromptEntry(prompt.tokens, prompt.text, prompt.reference))
+        for plain in message.commands:
+            name, id_, instance, tids, _ = plain
+            encoded = m.encode(plain)
+            for link in self._instance(instance):
+                if name == "Route":
+                    for tid in tids:
+                        link.send(Kind.PAYLOAD, self._start_record(tid), tid)
+                link.send(Kind.COMMAND, encoded, id_)
+
+    def _instance(self, index: int) -> list[DeviceLink]:
+        return [link for link in self._links if link.plan.instance == index and not link.gone]
+
+    def _start_record(self, tid: int) -> bytes:
+        """What an instance goes on from: the partial record that is held here, or the bare prompt."""
+        held = self._server.get(tid)
+        if held is not None:
+            return bytes(held)
+        group_id, member = group_and_member(tid)
+        tokens = np.frombuffer(self._server.prompt(tid).tokens, np.int32)
+        empty = np.zeros(0, np.float32)
+        return bytes(encode(Trajectory(group_id, member, 0, len(tokens), tokens, empty, ())))
+
+    def _train(self, message: m.TrainStep) -> None:
+        header = m.encode(message.header)
+        for rank, microbatches in message.ranks:
+            link = self._by_rank[rank]
+            link.send(Kind.STEP, header)
+            for tids in microbatches:
+                records = [self._record(tid) for tid in tids]
+                if self._audit is not None:
+                    for record in records:
+                        self._audit(bytes(record))
+                link.send_microbatch(records, [message.advantages[tid] for tid in tids])
+
+    def _record(self, tid: int) -> memoryview:
+        record = self._server.get(tid)
+        if record is None:
+            raise RuntimeError(f"host of node {self._s.node}: trajectory {tid} is to be trained on but not held here")
+        return record
+
+    def _forget(self, tids: Sequence[int]) -> None:
+        for tid in tids:
+            self._server.forget(tid)

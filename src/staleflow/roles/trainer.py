@@ -1,0 +1,119 @@
+"""A trainer rank: one shard of the model, stepped in time with the other trainer ranks.
+
+consumes      STEP and SAVE records, and after a STEP its micro-batches, from the down ring
+waits for     the next record of the down ring; in a step: the other trainer ranks (FSDP2's collectives, all on this
+              thread, at points equal on all ranks since every rank gets the same number of micro-batches); before the
+              snapshot of its shard: the staging buffer, which the publisher's own thread frees
+unblocked by  its host, which plans a step for all trainer ranks or for none
+produces      StepDone, Published and probe reports on the up ring; versions, through its publisher
+
+It cannot deadlock: the publisher has a communicator and a thread of its own and waits for relays only, which wait for
+nothing but the publish group; the ring holds at least two of the largest micro-batches, so the host can always finish
+the one that this rank is waiting for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from staleflow.learning.batch import BatchTotals, PackedBatch
+from staleflow.learning.trainer import PolicyTrainer
+from staleflow.parameters.publish import Publisher
+from staleflow.roles.messages import Kind, Probe, Ready, StepDone, StepHeader, decode_step_header
+from staleflow.roles.ranklink import RankLink
+from staleflow.trajectories.microbatch import decode
+
+IDLE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    rank: int
+    leader: bool  # first of the trainer ranks: reports what is equal on all
+    start_version: int
+    record_timeout_s: float
+    probe: tuple[int, ...]  # token ids scored after each step, for the engine-trainer gap; empty: none
+    audit_dir: Path | None  # keep every version's weights here (tests)
+
+
+class Trainer:
+    """`unpack(bytes, offsets, advantages) -> PackedBatch` on the trainer's device, copied out of the ring."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        link: RankLink,
+        policy: PolicyTrainer,
+        publisher: Publisher,
+        unpack: Callable[[Any, Any, Any], PackedBatch],
+    ) -> None:
+        self._s, self._link, self._policy, self._publisher, self._unpack = settings, link, policy, publisher, unpack
+        self._records: Iterator[Any] = iter(())
+
+    def run(self, started_s: float) -> None:
+        """Publish the version it starts with, then train until the host says stop."""
+        self._publish(self._s.start_version)
+        self._link.report(Ready(self._s.rank, time.monotonic() - started_s))
+        while not self._link.stop_code:
+            record = self._next(IDLE_WAIT_S)
+            if record is None:
+                self._link.flush()
+            elif record.kind == Kind.STEP:
+                self._step(decode_step_header(bytes(record.payload)))
+            else:
+                raise RuntimeError(f"trainer rank {self._s.rank}: record of kind {record.kind} is not for it")
+
+    # ---- records -----------------------------------------------------------------------------------------------------
+
+    def _next(self, timeout_s: float) -> Any:
+        """The next record, or None. Valid until the next call."""
+        for record in self._records:
+            return record
+        if self._link.wait(timeout_s):
+            self._records = self._link.records()
+            return next(self._records, None)
+        return None
+
+    def _microbatches(self, header: StepHeader) -> Iterator[PackedBatch]:
+        for index in range(header.microbatches):
+            record = self._awaited(f"micro-batch {index} of step {header.step}")
+            if record.kind != Kind.MICROBATCH:
+                raise RuntimeError(f"trainer rank {self._s.rank}: kind {record.kind} within step {header.step}")
+            yield self._unpack(*decode(record.payload))
+
+    def _awaited(self, what: str) -> Any:
+        deadline_s = time.monotonic() + self._s.record_timeout_s
+        while time.monotonic() < deadline_s and not self._link.stop_code:
+            if (record := self._next(IDLE_WAIT_S)) is not None:
+                return record
+        if self._link.stop_code:
+            raise SystemExit(0)
+        raise TimeoutError(f"trainer rank {self._s.rank}: its host did not send {what} in {self._s.record_timeout_s} s")
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _step(self, header: StepHeader) -> None:
+        began_s = time.monotonic()
+        totals = BatchTotals(header.total_response_tokens, header.total_sequences)
+        metrics = self._policy.train_step(header.step, self._microbatches(header), totals)
+        trained_s = time.monotonic()
+        self._publish(header.step + 1)
+        now_s = time.monotonic()
+        self._link.report(StepDone(self._s.rank, header.step, metrics, now_s - began_s, now_s - trained_s))
+        self._link.flush()
+
+    def _publish(self, version: int) -> None:
+        """Snapshot the shard; the publisher's thread sends it while the next step goes on."""
+        self._publisher.snapshot(version)
+        if self._s.audit_dir is not None:
+            self._policy.save_weights(self._s.audit_dir / f"v{version}.safetensors")
+        if self._s.probe:
+            logprobs = self._policy.score(self._s.probe)
+            if self._s.leader:
+                self._link.report(Probe(self._s.rank, version, np.asarray(logprobs, np.float32).tobytes()))
