@@ -66,7 +66,7 @@ class Torch:
 
     @property
     def compile_flags(self) -> list[str]:
-        return [f"-I{self.root / 'include'}", f"-I{CSRC / 'ops'}", STABLE_ABI]
+        return [f"-isystem{self.root / 'include'}", f"-I{CSRC / 'ops'}", STABLE_ABI]
 
     @property
     def link_flags(self) -> list[str]:
