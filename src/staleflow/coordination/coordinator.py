@@ -340,6 +340,18 @@ class Coordinator:
             discarded_tokens=dict(self._discarded),
         )
 
+    def counters(self) -> Any:
+        """The ledger's own counts, per group and per trajectory."""
+        return self._ledger.counters()
+
+    def holds(self, group_id: int) -> bool:
+        """Whether a group is still on offer, on its way or finished, but neither consumed nor released."""
+        return group_id in self._groups
+
+    def exhausted(self) -> bool:
+        """The data has ended and what is left cannot fill another step."""
+        return self._no_more_data and len(self._groups) < self._ledger.batch_groups
+
     # ---- persistence ----------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:

@@ -107,9 +107,13 @@ class JobPlan:
         return asdict(self)
 
 
-def one_machine(config: Config, name: str = "localhost") -> tuple[Node, ...]:
-    """The world when everything runs on one machine."""
-    return (Node(name, 1 + config.device_ranks),)
+def spread(config: Config, nodes: int) -> tuple[Node, ...]:
+    """The device ranks spread evenly over `nodes` machines (for `staleflow plan` and `submit`)."""
+    devices = config.device_ranks
+    if not 1 <= nodes <= devices:
+        raise ConfigError(f"--nodes {nodes}: {devices} device ranks can be spread over 1 to {devices} nodes")
+    share, extra = divmod(devices, nodes)
+    return tuple(Node(f"node{i}" if nodes > 1 else "localhost", 1 + share + (i < extra)) for i in range(nodes))
 
 
 def plan(config: Config, world: Sequence[Node]) -> JobPlan:

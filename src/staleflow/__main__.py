@@ -1,0 +1,5 @@
+import sys
+
+from staleflow.cli import main
+
+sys.exit(main())

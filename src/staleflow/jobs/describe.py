@@ -1,0 +1,49 @@
+"""A plan in words: nodes, ranks, roles, devices, groups, memory."""
+
+from __future__ import annotations
+
+from staleflow.config import Config
+from staleflow.jobs.plan import JobPlan, RankPlan
+
+SHOWN_NODES = 8  # a plan of a thousand nodes is shown by its first few
+
+
+def describe(config: Config, plan: JobPlan) -> str:
+    """The text that `staleflow plan` prints."""
+    s = config.staleness
+    lines = [
+        f"{config.run.name}: {plan.world_size} ranks on {len(plan.nodes)} node(s); policy {config.coordination.policy}, "
+        f"eta {s.eta}, {s.batch_groups} groups x {s.group_size} a step",
+    ]
+    for n, node in enumerate(plan.nodes[:SHOWN_NODES]):
+        lines.append(f"{node.name}  shared memory {_mib(plan.shm_bytes(n))} for rings and arena, and two versions of the model")
+        lines += [f"  rank {r.rank:<4} {_role(r)}" for r in plan.ranks if r.node == n]
+    if len(plan.nodes) > SHOWN_NODES:
+        lines.append(f"… and {len(plan.nodes) - SHOWN_NODES} more nodes alike (--json has all)")
+    lines.append("groups")
+    lines += [f"  {g.name:<12} ranks {_ranges(g.ranks)}{'  (their own world)' if g.default else ''}" for g in plan.groups]
+    lines.append(f"relays  ranks {_ranges(plan.relays)} land each version in their node's store")
+    return "\n".join(lines)
+
+
+def _role(r: RankPlan) -> str:
+    if r.role == "host":
+        return "host + coordinator" if r.rank == 0 else "host"
+    if r.role == "trainer":
+        return f"trainer   device {r.device}"
+    return f"rollout   device {r.device}  instance {r.instance}, tensor-parallel rank {r.instance_rank}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.0f} MiB"
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """1-3 7 9-12"""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return " ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[1]}" for p in parts)

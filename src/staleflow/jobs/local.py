@@ -1,0 +1,58 @@
+"""Start all ranks on this machine: `staleflow run` without a launcher. torchrun starts them, this process looks after it.
+
+The exit code tells how it ended: 0 completed, 130 Ctrl-C, 143 SIGTERM, 1 failed, 2 refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from staleflow.config import Config
+
+REFUSED = 2
+
+
+def run_here(config: Config, arguments: Sequence[str]) -> int:
+    """Run `staleflow run ARGUMENTS` on 1 + trainer + rollout ranks of this machine; returns the exit code."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(1 + config.device_ranks),
+        "--no-python", sys.executable, "-m", "staleflow", "run", *arguments,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "STALEFLOW_LOCAL": "1"}
+    # A session of its own: Ctrl-C reaches this process only, which passes it on once.
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if not received:
+            received.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    code = _wait(child, received, config.fault.stop_grace_s)
+    if received:
+        return 128 + received[0]
+    return code if code in (0, REFUSED) else 1
+
+
+def _wait(child: subprocess.Popen[bytes], received: list[int], grace_s: float) -> int:
+    """Until the ranks have left. After a signal they have the grace time, then they are killed."""
+    deadline_s = float("inf")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(timeout=0.2)
+        if received and deadline_s == float("inf"):
+            deadline_s = time.monotonic() + grace_s
+        if time.monotonic() > deadline_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            return child.wait()
