@@ -1,0 +1,1 @@
+"""Learning: packed batches, advantages, losses, and the FSDP2 policy trainer."""
