@@ -80,7 +80,12 @@ def changed(name: str, rank: int = 1, remove: str = "", **values: str) -> dict[s
     return {key: value for key, value in environ.items() if key != remove}
 
 
-ALONE_IN_SLURM = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}
+ALONE_IN_SLURM = {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "node1",
+    "SLURM_NTASKS": "1",
+}
 ALONE_IN_MPI = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 FOREIGN = {"MASTER_ADDR": "gpu7", "MASTER_PORT": "1234"}
