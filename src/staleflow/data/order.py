@@ -49,13 +49,13 @@ class Order:
         quota, size = self.quotas[which], self.sizes[which]
         places = np.arange(epoch * quota, (epoch + 1) * quota, dtype=np.int64)
         if quota == 0 or not self.shuffle:
-            return self._bases[which] + places % max(size, 1)
+            return np.asarray(self._bases[which] + places % max(size, 1))
         passes, within = np.divmod(places, size)
         rows = np.empty(quota, np.int64)
         for one in range(int(passes[0]), int(passes[-1]) + 1):
             here = passes == one
             rows[here] = _permutation(size, self.seed, which + 1, one)[within[here]]
-        return self._bases[which] + rows
+        return np.asarray(self._bases[which] + rows)
 
 
 def _permutation(count: int, *key: int) -> Int64Array:
@@ -63,7 +63,8 @@ def _permutation(count: int, *key: int) -> Int64Array:
     for part in key:
         state = _splitmix64(np.asarray([int(state) ^ (part & (2**64 - 1))], np.uint64))[0]
     with np.errstate(over="ignore"):
-        return np.argsort(_splitmix64(np.arange(count, dtype=np.uint64) + state), kind="stable")
+        hashes = _splitmix64(np.arange(count, dtype=np.uint64) + state)
+    return np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -151,7 +151,6 @@ class TerminalView:
 def _panel(state: LiveState, rewards: list[float]) -> Any:
     from rich.console import Group
     from rich.panel import Panel
-    from rich.progress_bar import ProgressBar
     from rich.text import Text
 
     facts = "   ".join(f"{name} {value:.3g}" for name, value in _numbers(state))
@@ -159,7 +158,7 @@ def _panel(state: LiveState, rewards: list[float]) -> Any:
     trainer = f"waits for {state.waiting_for}" if state.waiting_for else "at work"
     lines = [
         Text(f"step {state.step} of {state.steps}   {_clock(state.elapsed_s)}"),
-        ProgressBar(total=max(state.steps, 1), completed=state.step),
+        Text(progress_bar(state.step, state.steps)),
         Text(facts),
         Text(f"reward    {sparkline(rewards)}"),
         Text(f"staleness {histogram_line(state.staleness)}"),
@@ -179,6 +178,11 @@ def _instances(instances: tuple[InstanceState, ...]) -> Any:
         version = "-" if one.version < 0 else str(one.version)
         table.add_row(str(one.instance), version, str(one.running), str(one.waiting), f"{one.kv_use:.0%}")
     return table
+
+
+def progress_bar(done: int, total: int, width: int = 60) -> str:
+    filled = width * done // max(total, 1)
+    return "━" * filled + "─" * (width - filled)
 
 
 def sparkline(values: list[float]) -> str:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from staleflow.rewards.spec import RewardSample, RewardSpec
 from staleflow.rewards.wire import Job, Ready, Score, Setup, frame, split, to_pool
 
@@ -20,9 +22,9 @@ class Child:
     def __init__(self, spec: RewardSpec, deadline_s: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "staleflow.rewards.worker", str(os.getpid()), str(spec.memory_bytes)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the job, which then closes the pool
@@ -70,7 +72,13 @@ class Child:
         return [to_pool.decode(body) for body in split(self._in)], alive
 
     def kill(self) -> None:
-        """Send SIGKILL to the worker and everything in its session."""
+        """Send SIGKILL to the worker and to everything that it or its graders have started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGSTOP)  # it starts nothing more while we look
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()

@@ -7,6 +7,7 @@ from typing import Any
 
 KINDS = ("exact_match", "math", "python", "reasoning_gym", "code")
 GIB = 1 << 30
+CODE_TOTAL_S = 8.0  # default time for all tests of one solution
 
 
 class RewardError(Exception):
@@ -44,6 +45,13 @@ class RewardSpec:
         for term in self.terms:
             if term.kind not in KINDS:
                 raise ValueError(f"reward.kind: {term.kind!r} is unknown; one of {', '.join(KINDS)}")
+        for term in self.terms:
+            total_s = term.options.get("total_s", CODE_TOTAL_S)
+            if term.kind == "code" and total_s >= self.timeout_s:
+                raise ValueError(
+                    f"reward.timeout_s: {self.timeout_s}; must exceed total_s = {total_s} of kind 'code', so that a "
+                    "solution that hangs is scored and not taken for a failure"
+                )
         if self.workers < 1:
             raise ValueError(f"reward.workers: {self.workers}; at least 1 is needed")
         if not self.timeout_s > 0:

@@ -18,7 +18,7 @@ class Timer:
     """Readable from the deadline on (`time.monotonic` seconds) until `clear` or `set`."""
 
     def __init__(self) -> None:
-        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         self._deadline_s: float | None = None
