@@ -1,0 +1,117 @@
+"""The trainer rank's own shard in the dtype that travels, apart from the weights that the optimizer changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from staleflow.parameters.checksum import word_sum
+from staleflow.parameters.layout import Piece, Rows, Shard, shard_of
+from staleflow.parameters.manifest import Manifest
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def own_rows(index: int, tensor: torch.Tensor, trainer: int) -> Rows:
+    """The rows of entry `index` that this trainer rank publishes: its shard; of what is replicated, rank 0 all.
+
+    Raises ValueError for a tensor that is sharded along another dimension than 0, or over two dimensions of a mesh.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not isinstance(tensor, DTensor):
+        return Rows(index, 0, rows if trainer == 0 else 0)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, ShardPlacement)]
+    if len(sharded) > 1 or any(tensor.placements[dim].dim != 0 for dim in sharded) or coordinate is None:
+        raise ValueError(f"placements {tensor.placements} cannot be published: shard along dimension 0 (fully_shard)")
+    if any(coordinate[dim] != 0 for dim in range(mesh.ndim) if dim not in sharded):
+        return Rows(index, 0, 0)  # another replica publishes it
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    return Rows(index, offset[0] if offset else 0, shape[0] if shape else 1)
+
+
+class Staging:
+    """Buffer of one shard. `snapshot` fills it; `read` gives bytes of it in host memory."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, trainer: int) -> None:
+        tensors = dict(parameters)
+        _require_names(manifest, tensors)
+        rows = [own_rows(index, tensors[entry.name], trainer) for index, entry in enumerate(manifest.entries)]
+        for entry in manifest.entries:
+            if tuple(tensors[entry.name].shape) != entry.shape:
+                raise ValueError(
+                    f"{entry.name} has shape {tuple(tensors[entry.name].shape)}, the manifest {entry.shape}"
+                )
+        self.shard: Shard = shard_of(manifest, rows)
+        self.device = _local(next(iter(tensors.values()))).device
+        self.data = torch.zeros(self.shard.nbytes, dtype=torch.uint8, device=self.device)
+        self._pairs = [
+            (tensors[manifest.entries[part.entry].name], self._part(manifest, part, offset))
+            for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True)
+        ]
+        self._done: torch.cuda.Event | None = None
+
+    def _part(self, manifest: Manifest, part: Rows, offset: int) -> torch.Tensor:
+        entry = manifest.entries[part.entry]
+        flat = self.data[offset : offset + part.count * entry.row_bytes].view(getattr(torch, entry.dtype))
+        return flat.view(part.count, *entry.shape[1:]) if entry.shape else flat.view(())
+
+    @torch.no_grad()
+    def snapshot(self) -> None:
+        """Copy (and round) the rows this rank publishes. No collective; on the device's current stream."""
+        for tensor, part in self._pairs:
+            part.copy_(_local(tensor))
+        if self.device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def ready(self) -> None:
+        """Wait, in the publisher's thread, until the copies of `snapshot` have been made."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def read(self, piece: Piece) -> Bytes:
+        """The bytes of a piece in host memory: on the CPU a view, from a GPU a copy through pinned memory."""
+        data = self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
+        if self.device.type != "cuda":
+            return data.numpy()
+        host = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=True)  # cached by torch: two or three in use
+        with torch.cuda.stream(self._stream()):
+            host.copy_(data, non_blocking=True)
+        self._stream().synchronize()
+        return host.numpy()
+
+    def _stream(self) -> torch.cuda.Stream:
+        """A stream of the publisher's own, so that its copies do not queue behind the training step."""
+        if not hasattr(self, "_own_stream"):
+            self._own_stream = torch.cuda.Stream(self.device)
+        return self._own_stream
+
+
+def piece_sum(data: Bytes, piece: Piece) -> int:
+    """Share of a piece (its bytes as they travel) in the checksum of the image."""
+    total, at = 0, 0
+    for part in piece.ranges:
+        total += word_sum(data[at : at + part.nbytes], part.image_bytes)
+        at += part.nbytes
+    return total & ((1 << 64) - 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _require_names(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    missing = [entry.name for entry in manifest.entries if entry.name not in tensors]
+    extra = [name for name in tensors if name not in manifest.by_name]
+    if missing or extra:
+        raise ValueError(
+            f"the trainer's parameters are not those of the manifest (missing {missing[:5]}, unknown {extra[:5]}): "
+            "use the checkpoint's names, and give tied weights once"
+        )

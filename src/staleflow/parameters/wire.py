@@ -1,0 +1,163 @@
+"""What a publish group says to itself: agreements, and messages from one member to another, over Gloo.
+
+Two rules keep it from hanging. Nobody waits for slow data inside an operation: all members first *agree* (one small
+all-gather in which waiting long is normal, and which a member enters only when it is ready), and the messages that
+follow have a short time limit. And every wait is bounded and names its peer: a dead process is noticed by the closed
+connection at once, a silent one by the time limit, and `lost` then asks each connection.
+
+A Gloo operation that ran out of time closes its connection, so a group that failed once is not used again: it is
+rebuilt without the lost member. That is also why waiting for an agreement slices the *wait*, not the operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+Bytes = npt.NDArray[np.uint8]
+ROW_WORDS = 8  # an agreement gathers this many int64 from each member
+SLICE = timedelta(seconds=0.2)  # how soon a member that waits for an agreement notices that it is to stop
+IDLE_LIMIT = timedelta(days=7)  # of the all-gather itself: the time between two optimizer steps is not ours to limit
+SUSPICION_S = 2.0  # a message that takes longer than this makes us ask after everybody's connection
+PROBE_TAG = (1 << 30) + 1
+
+log = logging.getLogger(__name__)
+
+
+class PeerLostError(RuntimeError):
+    """A member of the group died, fell silent or left. `peers` are the names of those whose connection is gone."""
+
+    def __init__(self, what: str, peers: Sequence[str]) -> None:
+        super().__init__(f"{what}; lost: {', '.join(peers) or 'nobody for certain (no answer in time)'}")
+        self.peers = tuple(peers)
+
+
+class StoppedError(RuntimeError):
+    """This member was told to stop while it waited for an agreement."""
+
+
+@dataclass
+class Message:
+    """A message on its way; `to` names the other end."""
+
+    work: Work
+    what: str
+    to: str
+
+
+class Wire:
+    """One member's end of a publish group. All calls but `stop` come from one thread."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        names: Sequence[str] = (),
+        timeout_s: float = 60.0,
+        on_lost: Callable[[PeerLostError], None] = lambda error: None,
+    ) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.names = list(names) or [f"member {rank}" for rank in range(self.size)]
+        if len(self.names) != self.size:
+            raise ValueError(f"{len(self.names)} names for a publish group of {self.size}: {self.names}")
+        self.timeout_s = timeout_s
+        self._group: Any = group
+        self._on_lost = on_lost
+        self._stopping = threading.Event()
+        self._pending: Message | None = None
+        self._pending_since = 0.0
+        self._watch = threading.Thread(target=self._suspect, name="publish-watch", daemon=True)
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Make this member's waiting for an agreement end (from any thread). The group is unusable afterwards."""
+        self._stopping.set()
+
+    def agree(self, row: Sequence[int]) -> list[list[int]]:
+        """All-gather `ROW_WORDS` int64 from every member; waits as long as it takes for all to be ready.
+
+        Raises PeerLostError when a member dies meanwhile, StoppedError after `stop`.
+        """
+        mine = torch.zeros(ROW_WORDS, dtype=torch.int64)
+        mine[: len(row)] = torch.tensor(list(row), dtype=torch.int64)
+        rows = [torch.zeros(ROW_WORDS, dtype=torch.int64) for _ in range(self.size)]
+        work = self._attempt("agreement", lambda: self._group.allgather(rows, mine, IDLE_LIMIT))
+        while not work.is_completed():
+            if self._stopping.is_set():
+                raise StoppedError("stopped while waiting for the publish group")
+            try:
+                work.wait(SLICE)
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._lost("agreement", error) from error
+        self._attempt("agreement", work.wait)
+        return [gathered.tolist() for gathered in rows]
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """Send `data` from `root` to all members (in place), within the time limit."""
+        limit = timedelta(seconds=self.timeout_s)
+        what = f"broadcast from {self.names[root]}"
+        self._attempt(what, lambda: self._group.broadcast(torch.from_numpy(data), root, limit).wait())
+
+    def send(self, data: Bytes, to: int, tag: int) -> Message:
+        """Begin to send; `data` must stay as it is until `wait`."""
+        what = f"sending {data.nbytes} bytes to {self.names[to]}"
+        return Message(
+            self._attempt(what, lambda: self._group.send([torch.from_numpy(data)], to, tag)), what, self.names[to]
+        )
+
+    def receive(self, data: Bytes, source: int, tag: int) -> Message:
+        """Begin to receive into `data`; it is complete after `wait`."""
+        what = f"receiving {data.nbytes} bytes from {self.names[source]}"
+        work = self._attempt(what, lambda: self._group.recv([torch.from_numpy(data)], source, tag))
+        return Message(work, what, self.names[source])
+
+    def wait(self, message: Message) -> None:
+        """Until the message is through; PeerLostError after `timeout_s` or when the other end is gone."""
+        self._pending, self._pending_since = message, time.monotonic()
+        try:
+            self._attempt(message.what, lambda: message.work.wait(timedelta(seconds=self.timeout_s)))
+        finally:
+            self._pending = None
+
+    def lost(self) -> list[str]:
+        """Names of the members whose connection is closed; asked by a one-byte message that nobody reads."""
+        return [self.names[rank] for rank in range(self.size) if rank != self.rank and not self._answers(rank)]
+
+    def _answers(self, rank: int) -> bool:
+        try:
+            self._group.send([torch.zeros(1, dtype=torch.uint8)], rank, PROBE_TAG)
+        except RuntimeError:
+            return False
+        return True
+
+    def _attempt(self, what: str, operation: Callable[[], Any]) -> Any:
+        try:
+            return operation()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> PeerLostError:
+        reason = str(error).split("] ", 1)[-1].split(". This", 1)[0]
+        return PeerLostError(f"{self.names[self.rank]}: {what}: {reason}", self.lost())
+
+    def _suspect(self) -> None:
+        """While a message hangs, look for dead members and report them before the time limit is reached."""
+        while not self._stopping.wait(SUSPICION_S / 4):
+            pending = self._pending
+            if pending is None or time.monotonic() - self._pending_since < SUSPICION_S:
+                continue
+            if peers := self.lost():
+                self._on_lost(PeerLostError(f"{self.names[self.rank]}: {pending.what} hangs", peers))
+                return
