@@ -71,7 +71,9 @@ class Pair:
         assert ledger.feasible(list(due.values()), ledger.version, ledger.places), "feasibility"
         assert len(ledger.trained) == len(set(ledger.trained)), "exactly once"
         assert protocol.counters() == ledger.counters(), "conservation"
-        assert {i: protocol.version_of(i) for i in protocol.outstanding()} == {i: d - ledger.eta for i, d in due.items()}
+        assert {i: protocol.version_of(i) for i in protocol.outstanding()} == {
+            i: d - ledger.eta for i, d in due.items()
+        }
         assert protocol.ready() == ledger.ready(due)
         assert set(protocol.waiting_for()) == ledger.waiting_for()
 
