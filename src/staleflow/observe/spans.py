@@ -1,0 +1,148 @@
+"""Always-on timing of one rank: spans, states and counters, a microsecond each, written by a thread of their own.
+
+A rank notes what it does with the verbs below; `trace/rank_R.jsonl` gets a header line whenever a process begins, then
+one array per note. Times are `perf_counter_ns` (CLOCK_MONOTONIC, equal for all processes of a machine); the header ties
+them to the wall clock.
+
+    {"rank", "role", "instance", "attempt", "host", "boot", "mono_ns", "wall_ns", "offset_ns"}
+    ["x", name, track, start_ns, duration_ns, {args}]     a span
+    ["c", name, time_ns, {series: value}]                 a counter
+    ["i", name, track, time_ns, {args}]                   an instant
+    ["d", count]                                          notes that were dropped because the disk was too slow
+
+On the track "main" spans nest and tell what the rank's loop did; on "trajectories" they overlap freely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT = "generate", "reward", "pack", "train", "push", "pull", "wait"
+VERBS = (GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT)
+MAIN, TRAJECTORIES = "main", "trajectories"
+
+_FLUSH_S = 1.0
+_CAPACITY = 1 << 16
+_LIMIT_BYTES = 512 << 20
+
+
+class Spans:
+    """The notes of this process. Without a directory every call does nothing, at the cost of one test.
+
+    `offset_ns` is this machine's wall clock minus rank 0's, where it was measured. Any thread may note spans on a track
+    of its own; `state` belongs to the rank's loop.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        rank: int = 0,
+        role: str = "",
+        *,
+        instance: int | None = None,
+        attempt: int = 0,
+        offset_ns: int = 0,
+    ) -> None:
+        self.on = directory is not None
+        self._notes: deque[tuple[Any, ...]] = deque(maxlen=_CAPACITY)
+        self._state: tuple[str, int, dict[str, Any]] | None = None
+        self._dropped = 0
+        self._written = 0
+        self._stop = threading.Event()
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = (directory / f"rank_{rank}.jsonl").open("ab")
+        header = {
+            "rank": rank, "role": role, "instance": instance, "attempt": attempt, "host": socket.gethostname(),
+            "boot": _boot_id(), "mono_ns": time.perf_counter_ns(), "wall_ns": time.time_ns(), "offset_ns": offset_ns,
+        }  # fmt: skip
+        self._file.write(b"\n" + msgspec.json.encode(header) + b"\n")  # a kill may have torn the line before
+        self._thread = threading.Thread(target=self._write_on, name="spans", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def span(self, name: str, track: str = MAIN, **args: Any) -> Iterator[dict[str, Any]]:
+        """Time a block. What is put into the yielded dict appears among the span's args."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield args
+        finally:
+            self.complete(name, start_ns, time.perf_counter_ns(), track, **args)
+
+    def complete(self, name: str, start_ns: int, end_ns: int, track: str = MAIN, **args: Any) -> None:
+        """A span that was timed by the caller, in `perf_counter_ns`."""
+        if self.on:
+            self._note(("x", name, track, start_ns, end_ns - start_ns, args))
+
+    def state(self, name: str | None, **args: Any) -> None:
+        """The rank's loop does `name` from now on (None: nothing to tell).
+
+        Repeating the name costs almost nothing: the span (with its first args) goes on, however often the loop turns.
+        """
+        if not self.on or (self._state is not None and self._state[0] == name):
+            return
+        now_ns = time.perf_counter_ns()
+        if self._state is not None:
+            before, start_ns, with_args = self._state
+            self._note(("x", before, MAIN, start_ns, now_ns - start_ns, with_args))
+        self._state = None if name is None else (name, now_ns, args)
+
+    def counter(self, name: str, **series: float) -> None:
+        if self.on:
+            self._note(("c", name, time.perf_counter_ns(), series))
+
+    def instant(self, name: str, track: str = MAIN, **args: Any) -> None:
+        if self.on:
+            self._note(("i", name, track, time.perf_counter_ns(), args))
+
+    def close(self) -> None:
+        """Write what is left; may be called twice."""
+        if not self.on:
+            return
+        self.state(None)
+        self.on = False
+        self._stop.set()
+        self._thread.join()
+        self._file.close()
+
+    def _note(self, note: tuple[Any, ...]) -> None:
+        if len(self._notes) == _CAPACITY:
+            self._dropped += 1  # the oldest goes: the loop never waits for the disk
+        self._notes.append(note)
+
+    def _write_on(self) -> None:
+        while not self._stop.wait(_FLUSH_S):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        lines = []
+        while self._notes:
+            lines.append(msgspec.json.encode(self._notes.popleft()))
+        dropped, self._dropped = self._dropped, 0
+        if self._written > _LIMIT_BYTES:
+            return  # a trace that nobody could open any more is worth nothing
+        if dropped:
+            lines.append(msgspec.json.encode(("d", dropped)))
+        if lines:
+            data = b"\n".join(lines) + b"\n"
+            self._file.write(data)
+            self._file.flush()
+            self._written += len(data)
+
+
+def _boot_id() -> str:
+    """Equal for processes that share a monotonic clock."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else f"{socket.gethostname()}-{os.getppid()}"
