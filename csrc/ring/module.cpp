@@ -1,17 +1,16 @@
 // staleflow._ring: the Python face of the rings. Thin; its documentation is in staleflow/trajectories/ring.py.
-#include <pybind11/pybind11.h>
+#include "bindings.h"
+
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <variant>
 #include <vector>
 
-#include "python_span.h"
 #include "ring.h"
 
-namespace py = pybind11;
 using namespace staleflow;
 
 namespace {
@@ -20,31 +19,7 @@ struct RingFull : RingError {
   using RingError::RingError;
 };
 
-constexpr uint64_t kReleaseGilBytes = 64 << 10;  // below this a copy is cheaper than handing the GIL over
-constexpr int64_t kSignalCheckNs = 100000000;    // Ctrl-C waits at most this long
-
-[[noreturn]] void raise_python() { throw py::error_already_set(); }
-
-py::object steal_or_raise(PyObject* made) {
-  if (!made) raise_python();
-  return py::reinterpret_steal<py::object>(made);
-}
-
-class BufferArg {
- public:
-  explicit BufferArg(PyObject* object) {
-    if (PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS) != 0) raise_python();
-  }
-  BufferArg(BufferArg&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
-  ~BufferArg() {
-    if (view_.obj) PyBuffer_Release(&view_);
-  }
-  const void* data() const { return view_.buf; }
-  uint64_t bytes() const { return static_cast<uint64_t>(view_.len); }
-
- private:
-  Py_buffer view_;
-};
+constexpr int64_t kSignalCheckNs = 100000000;  // Ctrl-C waits at most this long
 
 std::vector<BufferArg> gather(const py::args& arguments) {
   std::vector<BufferArg> buffers;
@@ -61,7 +36,7 @@ uint64_t total_bytes(const std::vector<BufferArg>& buffers) {
 
 void copy_all(uint8_t* to, const std::vector<BufferArg>& buffers) {
   for (const BufferArg& buffer : buffers) {
-    if (buffer.bytes()) std::memcpy(to, buffer.data(), buffer.bytes());
+    copy_bytes(to, buffer.data(), buffer.bytes());
     to += buffer.bytes();
   }
 }
@@ -87,12 +62,7 @@ bool wait_in_slices(std::optional<double> timeout_s, Step step) {
 bool push(Ring& ring, const RecordMeta& meta, const std::vector<BufferArg>& buffers, uint64_t bytes) {
   uint8_t* to = ring.reserve(bytes, meta);
   if (!to) return false;
-  if (bytes >= kReleaseGilBytes) {
-    py::gil_scoped_release unlocked;
-    copy_all(to, buffers);
-  } else {
-    copy_all(to, buffers);
-  }
+  copy_all(to, buffers);
   ring.commit();
   return true;
 }
@@ -134,19 +104,20 @@ RecordMeta meta_of(PyObject* item) {
   return meta;
 }
 
+bool reserve_copy(Ring& ring, const RecordMeta& meta, const void* from, uint64_t bytes) {
+  uint8_t* to = ring.reserve(bytes, meta);
+  if (to) copy_bytes(to, from, bytes);
+  return to != nullptr;
+}
+
 bool stage_one(Ring& ring, PyObject* item) {
   const RecordMeta meta = meta_of(item);
   PyObject* payload = PyTuple_GET_ITEM(item, 1);
   if (PyBytes_Check(payload)) {
-    const auto bytes = static_cast<uint64_t>(PyBytes_GET_SIZE(payload));
-    uint8_t* to = ring.reserve(bytes, meta);
-    if (!to) return false;
-    if (bytes) std::memcpy(to, PyBytes_AS_STRING(payload), bytes);
+    if (!reserve_copy(ring, meta, PyBytes_AS_STRING(payload), static_cast<uint64_t>(PyBytes_GET_SIZE(payload)))) return false;
   } else {
     BufferArg buffer(payload);
-    uint8_t* to = ring.reserve(buffer.bytes(), meta);
-    if (!to) return false;
-    if (buffer.bytes()) std::memcpy(to, buffer.data(), buffer.bytes());
+    if (!reserve_copy(ring, meta, buffer.data(), buffer.bytes())) return false;
   }
   ring.stage();
   return true;
@@ -316,5 +287,6 @@ PYBIND11_MODULE(_ring, module) {
   py::register_exception<RingFull>(module, "RingFull", base);
   module.add_object("Record", py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(record_type())));
   bind_ring(module);
+  bind_arena(module);
   module.def("wait_any", wait_any, py::arg("rings"), py::arg("timeout_s"));
 }

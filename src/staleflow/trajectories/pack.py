@@ -7,6 +7,7 @@ token), not to the one it predicts; the loss shifts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def pack_records(buffer: memoryview, offsets: Sequence[int], advantages: Sequenc
 def unpack(packed: Packed) -> list[Packed]:
     """The trajectories apart again, as views: one `Packed` of one trajectory each, with its own `cu_seqlens`."""
     ends = packed.cu_seqlens.tolist()
-    return [_slice(packed, begin, end) for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [_slice(packed, begin, end) for begin, end in pairwise(ends)]
 
 
 def _slice(packed: Packed, begin: int, end: int) -> Packed:
