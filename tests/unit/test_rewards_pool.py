@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from staleflow.rewards.pool import RewardPool, RewardResult, RewardSample, RewardSpec, RewardTerm
 
@@ -131,7 +133,7 @@ def test_weighted_terms_add_up_and_are_reported_apart(graders: str) -> None:
         RewardTerm("exact_match", 1.0),
         RewardTerm("python", -0.5, {"function": f"{graders}:length", "kwargs": {"unit": 4}}),
     )
-    with RewardPool(RewardSpec(terms, workers=1)) as pool:
+    with RewardPool(RewardSpec(terms=terms, workers=1)) as pool:
         pool.submit(1, sample("abcd", "abcd"))
         result = collect(pool, 1)[1]
     assert result.parts == (1.0, 1.0)
@@ -161,7 +163,14 @@ def test_a_grader_that_cannot_be_loaded_is_refused_at_the_start(graders: str, op
 
 @pytest.mark.parametrize(
     "bad",
-    [{"kind": "exactmatch"}, {"kind": ()}, {"workers": 0}, {"timeout_s": 0.0}, {"retries": -1}],
+    [
+        {"kind": "exactmatch"},
+        {"terms": (RewardTerm("exactmatch"),)},
+        {"terms": (RewardTerm("math"),), "options": {"boxed_only": True}},
+        {"workers": 0},
+        {"timeout_s": 0.0},
+        {"retries": -1},
+    ],
 )
 def test_bad_settings_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError, match=r"reward\."):
@@ -239,3 +248,19 @@ def test_nothing_is_killed_twice_by_a_signal_to_us() -> None:
         os.kill(child.process.pid, signal.SIGKILL)
         pool.submit(1, sample("x", "x"))
         assert collect(pool, 1)[1].reward == 1.0
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(["fine"] * 6 + ["crash", "raise", "hang"]), min_size=30, max_size=30))
+def test_each_sample_has_exactly_one_result_and_no_descriptor_is_leaked(graders: str, words: list[str]) -> None:
+    spec = RewardSpec("python", {"function": f"{graders}:moody"}, workers=3, timeout_s=0.3, retries=1)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with RewardPool(spec) as pool:
+        for tid, word in enumerate(words):
+            pool.submit(tid, sample(word))
+        results = collect(pool, len(words), limit_s=60)
+        assert (pool.pending(), pool.poll()) == (0, [])
+    assert {tid: result.reward for tid, result in results.items()} == {
+        tid: 1.0 if word == "fine" else None for tid, word in enumerate(words)
+    }
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -144,9 +144,8 @@ class _Board:
             ) from error
         self._event, self._summary = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(folder))
-        if from_step:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(step=from_step, session_log=start))  # hides the undone steps
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(step=from_step, session_log=start))  # hides what was undone
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         scalars = [self._summary.Summary.Value(tag=tag, simple_value=number) for tag, number in _scalars(values)]

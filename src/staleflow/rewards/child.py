@@ -35,7 +35,7 @@ class Child:
         self.tid: int | None = None
         self.started_s = 0.0
         self.deadline_s = deadline_s
-        self._out = bytearray(frame(Setup(spec.terms)))
+        self._out = bytearray(frame(Setup(spec.all_terms)))
         self._in = bytearray()
         self.flush()
 

@@ -50,7 +50,7 @@ class RewardPool:
     def __init__(self, spec: RewardSpec) -> None:
         self.spec = spec
         self.restarts = 0
-        self._here = make_scorer(spec.terms) if all(is_trusted(term) for term in spec.terms) else None
+        self._here = make_scorer(spec.all_terms) if all(is_trusted(term) for term in spec.all_terms) else None
         self._queue: deque[_Waiting] = deque()
         self._running: dict[int, _Waiting] = {}
         self._done: list[RewardResult] = []
@@ -217,7 +217,7 @@ class RewardPool:
             self._queue.append(waiting)  # behind the others: a poisonous sample delays nobody twice in a row
 
     def _finish(self, waiting: _Waiting, parts: tuple[float, ...], error: str | None) -> None:
-        reward = weighted(self.spec.terms, parts) if error is None else None
+        reward = weighted(self.spec.all_terms, parts) if error is None else None
         self._done.append(RewardResult(waiting.tid, reward, error, waiting.seconds, parts))
         os.eventfd_write(self._event, 1)
 

@@ -27,25 +27,27 @@ class RewardTerm:
 class RewardSpec:
     """Which rewards, and how hard they are tried.
 
-    `kind` is a name of `KINDS`, or a tuple of `RewardTerm` whose weighted sum is the reward. A sample may take
-    `timeout_s` in one attempt and is attempted `1 + retries` times, each time after a crash or time-out in a fresh
-    process. `memory_bytes` bounds the address space of a worker (0: unbounded). Raises ValueError on what cannot work.
+    The reward is that of `kind` (a name of `KINDS`) with its `options`, or the weighted sum of `terms` where there are
+    any. A sample may take `timeout_s` in one attempt and is attempted `1 + retries` times, after a crash or time-out in
+    a fresh process. `memory_bytes` bounds the address space of a worker (0: unbounded).
+    Raises ValueError on what cannot work.
     """
 
-    kind: str | tuple[RewardTerm, ...] = "exact_match"
+    kind: str = "exact_match"
     options: dict[str, Any] = field(default_factory=dict)
+    terms: tuple[RewardTerm, ...] = ()
     workers: int = 2
     timeout_s: float = 10.0
     retries: int = 1
     memory_bytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
-        if not self.terms:
-            raise ValueError("reward.kind: no reward given; name at least one")
-        for term in self.terms:
+        if self.terms and self.options:
+            raise ValueError("reward.options: not read beside reward.terms; move them into the terms")
+        for term in self.all_terms:
             if term.kind not in KINDS:
                 raise ValueError(f"reward.kind: {term.kind!r} is unknown; one of {', '.join(KINDS)}")
-        for term in self.terms:
+        for term in self.all_terms:
             total_s = term.options.get("total_s", CODE_TOTAL_S)
             if term.kind == "code" and total_s >= self.timeout_s:
                 raise ValueError(
@@ -60,10 +62,8 @@ class RewardSpec:
             raise ValueError(f"reward.retries: {self.retries}; must be 0 or more")
 
     @property
-    def terms(self) -> tuple[RewardTerm, ...]:
-        if isinstance(self.kind, str):
-            return (RewardTerm(self.kind, 1.0, self.options),)
-        return tuple(self.kind)
+    def all_terms(self) -> tuple[RewardTerm, ...]:
+        return self.terms or (RewardTerm(self.kind, 1.0, self.options),)
 
 
 @dataclass(frozen=True)
