@@ -15,13 +15,11 @@ On the track "main" spans nest and tell what the rank's loop did; on "trajectori
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +69,9 @@ class Spans:
         self._thread = threading.Thread(target=self._write_on, name="spans", daemon=True)
         self._thread.start()
 
-    @contextlib.contextmanager
-    def span(self, name: str, track: str = MAIN, **args: Any) -> Iterator[dict[str, Any]]:
-        """Time a block. What is put into the yielded dict appears among the span's args."""
-        start_ns = time.perf_counter_ns()
-        try:
-            yield args
-        finally:
-            self.complete(name, start_ns, time.perf_counter_ns(), track, **args)
+    def span(self, name: str, track: str = MAIN, **args: Any) -> Block:
+        """Time a block: `with spans.span("pull") as args`. What is put into that dict appears among the span's args."""
+        return Block(self, name, track, args)
 
     def complete(self, name: str, start_ns: int, end_ns: int, track: str = MAIN, **args: Any) -> None:
         """A span that was timed by the caller, in `perf_counter_ns`."""
@@ -140,6 +133,22 @@ class Spans:
             self._file.write(data)
             self._file.flush()
             self._written += len(data)
+
+
+class Block:
+    """A `with` block that is timed, also when it fails. (A generator would take ten times as long.)"""
+
+    __slots__ = ("_args", "_name", "_spans", "_start_ns", "_track")
+
+    def __init__(self, spans: Spans, name: str, track: str, args: dict[str, Any]) -> None:
+        self._spans, self._name, self._track, self._args = spans, name, track, args
+
+    def __enter__(self) -> dict[str, Any]:
+        self._start_ns = time.perf_counter_ns()
+        return self._args
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.complete(self._name, self._start_ns, time.perf_counter_ns(), self._track, **self._args)
 
 
 def _boot_id() -> str:

@@ -96,7 +96,8 @@ def _wait(keeper: int, wall_s: float) -> int | None:
 
 
 def _below(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
 
 
 def _kill(processes: list[psutil.Process]) -> None:
