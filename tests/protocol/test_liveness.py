@@ -1,7 +1,7 @@
-"""If every dispatched trajectory eventually finishes or is released, every step is eventually READY; and nothing is wasted.
+"""If every dispatched trajectory finishes or is released, every step is eventually READY; and nothing is wasted.
 
-A small closed world: instances at versions of their own, a queue of prompts, and an adversary who picks which trajectory
-finishes next. Nothing here looks at the protocol's internals to decide what to do.
+A small closed world: instances at versions of their own, a queue of prompts, and an adversary who picks which
+trajectory finishes next. Nothing here looks at the protocol's internals to decide what to do.
 """
 
 import random

@@ -22,7 +22,7 @@ With spare groups the places are `B' = B + spare_groups` per step, B of them are
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from staleflow.protocol import snapshot, view
 from staleflow.protocol.errors import NotReady, ProtocolError
@@ -477,7 +477,7 @@ class StalenessProtocol:
         return snapshot.dump(self)
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> "StalenessProtocol":
+    def load(cls, state: dict[str, Any]) -> Self:
         """The inverse of dump(): equal answers to equal calls from here on. ProtocolError if it is not a state."""
         return snapshot.load(cls, state)
 

@@ -7,3 +7,7 @@ class ProtocolError(ValueError):
 
 class NotReady(ProtocolError):
     """`consume()` was called while the trainer's next buffer is PENDING or STUCK."""
+
+
+class JournalError(RuntimeError):
+    """A journal cannot be written, or is not what it has to be: foreign, of another version, damaged, in use."""

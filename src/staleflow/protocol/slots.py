@@ -1,4 +1,4 @@
-"""The published slot formulation, plain and slow: the oracle of the tests and the peer of the bench, not used in production.
+"""The published slot formulation, plain and slow: the oracle of the tests and the peer of the bench, not for runs.
 
 Every buffer `c .. c+eta` has B places, and every group sits in one of them:
 
