@@ -254,7 +254,8 @@ def test_shares_skew_and_the_window_of_a_step(run: Path) -> None:
 def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
     found = charts.ticks(low, low + width)
     assert len(found) <= 8
-    assert all(low - 1e-6 * (1 + abs(low)) <= tick <= low + width + 1e-6 * (1 + abs(low) + width) for tick in found)
+    within = 1e-6 * (1 + abs(low) + width)
+    assert all(low - within <= tick <= low + width + within for tick in found)
 
 
 @pytest.mark.slow

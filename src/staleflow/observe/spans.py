@@ -71,7 +71,7 @@ class Spans:
 
     def span(self, name: str, track: str = MAIN, **args: Any) -> Block:
         """Time a block: `with spans.span("pull") as args`. What is put into that dict appears among the span's args."""
-        return Block(self, name, track, args)
+        return Block(self, name, track, args) if self.on else _UNTIMED
 
     def complete(self, name: str, start_ns: int, end_ns: int, track: str = MAIN, **args: Any) -> None:
         """A span that was timed by the caller, in `perf_counter_ns`."""
@@ -149,6 +149,24 @@ class Block:
 
     def __exit__(self, *_: object) -> None:
         self._spans.complete(self._name, self._start_ns, time.perf_counter_ns(), self._track, **self._args)
+
+
+class _Untimed(Block):
+    """What `span` gives when nothing is noted: does not even look at the clock."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> dict[str, Any]:
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_UNTIMED = _Untimed()
 
 
 def _boot_id() -> str:
