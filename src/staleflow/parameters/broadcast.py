@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from staleflow.parameters.checksum import piece_sum
 from staleflow.parameters.layout import Piece, Rows
 from staleflow.parameters.manifest import Manifest
-from staleflow.parameters.rounds import Chain, Course, Header, Kind, decide, end_row, handshake, trainer_row
-from staleflow.parameters.staging import Staging, piece_sum
+from staleflow.parameters.rounds import Chain, Course, Header, Kind, Round, decide, end_row, handshake, trainer_row
+from staleflow.parameters.staging import Staging
 from staleflow.parameters.transports import Sent
 from staleflow.parameters.wire import Message, PeerLostError, Wire
 
@@ -38,6 +40,7 @@ class Broadcast:
         trainers: Sequence[int],
         bucket_bytes: int,
         *,
+        delta: bool = False,
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
@@ -49,6 +52,7 @@ class Broadcast:
         self._number = self.chain.trainers.index(self.wire.rank)
         self._course: Course | None = None
         self._staging: Staging | None = None
+        self._previous = Previous() if delta else None
 
     def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
         self._staging = staging
@@ -56,21 +60,29 @@ class Broadcast:
 
     def push(self, version: int, *, fresh: bool) -> Sent:
         assert self._course is not None and self._staging is not None, "open() comes first"
-        rows = self.wire.agree(trainer_row(version, None, fresh))
-        decide(rows, self.chain, self.wire.names)
+        base = self._previous.version if self._previous and not fresh else None
+        round_ = decide(self.wire.agree(trainer_row(version, base, fresh)), self.chain, self.wire.names)
+        assert round_ is not None
         begin = time.monotonic()
-        sent = self._send(self._course.mine(self._number))
+        if self._previous:
+            self._previous.begin(self._staging)
+        sent = self._send(self._course.mine(self._number), round_)
+        if self._previous:
+            self._previous.version = version
         return Sent(version, time.monotonic() - begin, sent, self._staging.shard.nbytes)
 
     def stop(self) -> None:
         self.wire.stop()
+
+    def break_off(self) -> None:
+        self.wire.break_off()
 
     def close(self) -> None:
         if self._course is not None:
             self.wire.agree(end_row())
         self.wire.stop()
 
-    def _send(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+    def _send(self, pieces: Sequence[tuple[int, Piece]], round_: Round) -> int:
         """All pieces in order; returns the bytes sent."""
         first = self.chain.relays[0]
         ahead: deque[tuple[int, Bytes]] = deque()
@@ -79,11 +91,12 @@ class Broadcast:
         for k in range(len(pieces) + 1):
             if k < len(pieces):
                 place, piece = pieces[k]
-                header, payload = self._prepare(piece)
+                header, payload = self._prepare(piece, delta=round_.base is not None)
                 flying.append(self.wire.send(header.pack(), first, 2 * place))
                 ahead.append((place, payload))
             if k >= 1:
                 place, payload = ahead.popleft()
+            if k >= 1 and payload.nbytes:
                 flying.append(self.wire.send(payload, first, 2 * place + 1))
                 sent += payload.nbytes
             while len(flying) > 2 * IN_FLIGHT:
@@ -92,7 +105,35 @@ class Broadcast:
             self.wire.wait(message)
         return sent
 
-    def _prepare(self, piece: Piece) -> tuple[Header, Bytes]:
+    def _prepare(self, piece: Piece, *, delta: bool) -> tuple[Header, Bytes]:
         assert self._staging is not None
-        data = self._staging.read(piece)
-        return Header(Kind.FULL, data.nbytes, piece_sum(data, piece)), data
+        content = self._staging.read(piece)
+        checksum = piece_sum(content, piece)
+        payload = self._previous.replace(self._staging, piece, encode=delta) if self._previous else None
+        if payload is None:
+            return Header(Kind.FULL, content.nbytes, checksum), content
+        return Header(Kind.DELTA, payload.nbytes, checksum), payload
+
+
+class Previous:
+    """The shard as it was published last, which deltas are made against: one more shard of memory."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None  # None: not whole, or nothing published yet
+        self._data: torch.Tensor | None = None
+
+    def begin(self, staging: Staging) -> None:
+        """A push begins: until it is through, this image is a mixture."""
+        self.version = None
+        if self._data is None:
+            self._data = torch.empty_like(staging.data)
+
+    def replace(self, staging: Staging, piece: Piece, *, encode: bool) -> Bytes | None:
+        """Bring a piece to the staged version; the delta if one was wanted and pays."""
+        from staleflow.parameters import delta
+
+        assert self._data is not None, "begin() comes first"
+        part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
+        payload = delta.encode(staging.data[part], self._data[part]) if encode else None
+        self._data[part].copy_(staging.data[part])
+        return payload

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.parameters.layout import Piece
+
 WORD_BYTES = 8
 MASK = (1 << 64) - 1
 
@@ -28,4 +30,13 @@ def word_sum(data: npt.NDArray[np.uint8], offset_bytes: int = 0) -> int:
     total = int(np.add.reduce(body.view(np.uint64), dtype=np.uint64))
     for part, at in ((data[:split], head), (data[middle:], 0)):
         total += int.from_bytes(part.tobytes(), "little") << (8 * at)
+    return total & MASK
+
+
+def piece_sum(data: npt.NDArray[np.uint8], piece: Piece) -> int:
+    """Share of a piece (its bytes as they travel) in the checksum of the image."""
+    total, at = 0, 0
+    for part in piece.ranges:
+        total += word_sum(data[at : at + part.nbytes], part.image_bytes)
+        at += part.nbytes
     return total & MASK

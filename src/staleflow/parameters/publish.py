@@ -99,7 +99,7 @@ class Publisher:
             trainer = list(trainer_ranks_in_group).index(group.rank())
             transport = Broadcast(
                 group, manifest, trainer_ranks_in_group, bucket_bytes,
-                names=names, timeout_s=timeout_s, on_lost=self._fail,
+                delta=delta, names=names, timeout_s=timeout_s, on_lost=self._fail,
             )  # fmt: skip
         self.stats = PublishStats()
         self._on_done = on_done
@@ -160,9 +160,12 @@ class Publisher:
                 self._publish(version)
             self._transport.close()
         except StoppedError:
-            pass
+            self._transport.break_off()
+        except PeerLostError as error:  # the connections to the living stay open: so they can tell who is lost
+            self._fail(error)
         except Exception as error:
             self._fail(error)
+            self._transport.break_off()
 
     def _next(self) -> int | None:
         state = self._state

@@ -11,44 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from staleflow.parameters.layout import Piece
+from staleflow.parameters.landing import Deltas, Landing
 from staleflow.parameters.manifest import Manifest
-from staleflow.parameters.rounds import Chain, Course, Header, Round, decide, handshake, relay_row
-from staleflow.parameters.staging import piece_sum
-from staleflow.parameters.store import NodeStore, Slot
-from staleflow.parameters.wire import Message, PeerLostError, StoppedError, Wire
+from staleflow.parameters.rounds import Chain, Course, Round, decide, handshake, relay_row
+from staleflow.parameters.store import NodeStore
+from staleflow.parameters.wire import PeerLostError, StoppedError, Wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Bytes = npt.NDArray[np.uint8]
-HEADERS_AHEAD = 4
-
 log = logging.getLogger(__name__)
-
-
-class CorruptPieceError(RuntimeError):
-    """What landed is not what the trainer rank sent."""
-
-
-@dataclass
-class _Arrival:
-    """A piece on its way in."""
-
-    place: int
-    trainer: int
-    piece: Piece
-    header: Header
-    data: Bytes  # where the payload lands: the slot itself, or a buffer
-    message: Message
 
 
 class Relay:
@@ -75,11 +50,15 @@ class Relay:
         self._wire = Wire(group, names, timeout_s, self._fail)
         self._on_stored = on_stored
         self._on_error = on_error
+        self._deltas = Deltas()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop: at once while nothing arrives, otherwise after the version under way. Never raises."""
+        """Stop: at once while nothing arrives, otherwise after the version under way. Never raises.
+
+        After the trainers have ended nothing is left to do; before, they are told by a closed connection.
+        """
         self._wire.stop()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -91,9 +70,12 @@ class Relay:
             while (round_ := self._agree()) is not None:
                 self._store(course, round_)
         except StoppedError:
-            pass
+            self._wire.break_off()
+        except PeerLostError as error:  # the connections to the living stay open: so they can tell who is lost
+            self._fail(error)
         except Exception as error:
             self._fail(error)
+            self._wire.break_off()
         finally:
             self.ended.set()
 
@@ -105,8 +87,11 @@ class Relay:
         begin = time.monotonic()
         if round_.fresh:
             self.store.forget(round_.version)
+        base = self.store.newest()
         with self.store.writing(round_.version) as slot:
-            _Landing(self._wire, self._chain, course, slot).run()
+            landing = Landing(self._wire, self._chain, course, slot, self._deltas)
+            landing.run()
+        self._deltas = Deltas(base, round_.version, landing.payloads)
         self._on_stored(round_.version, time.monotonic() - begin)
 
     def _fail(self, error: BaseException | PeerLostError) -> None:
@@ -114,69 +99,3 @@ class Relay:
             log.error("the relay stopped: %s", error)
             self.failure = error
             self._on_error(error)
-
-
-class _Landing:
-    """One version on its way into a slot."""
-
-    def __init__(self, wire: Wire, chain: Chain, course: Course, slot: Slot) -> None:
-        self.wire, self.chain, self.course, self.slot = wire, chain, course, slot
-        self.next = chain.after(wire.rank)
-        self.forwarded: deque[tuple[Message, Bytes]] = deque()  # the data is kept until it has been sent
-
-    def run(self) -> None:
-        """Receive piece k + 1 while piece k is summed, stored and passed on."""
-        steps = list(enumerate(self.course.steps))
-        headers = [self._expect_header(place, trainer) for place, (trainer, _) in steps[:HEADERS_AHEAD]]
-        previous: _Arrival | None = None
-        for place, (trainer, piece) in steps:
-            if place + HEADERS_AHEAD < len(steps):
-                ahead, (ahead_trainer, _) = steps[place + HEADERS_AHEAD]
-                headers.append(self._expect_header(ahead, ahead_trainer))
-            arrival = self._expect_payload(place, trainer, piece, *headers[place])
-            if previous is not None:
-                self._finish(previous)
-            previous = arrival
-        if previous is not None:
-            self._finish(previous)
-        while self.forwarded:
-            self.wire.wait(self.forwarded.popleft()[0])
-
-    def _expect_header(self, place: int, trainer: int) -> tuple[Message, Bytes]:
-        data = np.empty(Header.NBYTES, np.uint8)
-        return self.wire.receive(data, self.chain.before(self.wire.rank, trainer), 2 * place), data
-
-    def _expect_payload(self, place: int, trainer: int, piece: Piece, message: Message, data: Bytes) -> _Arrival:
-        """Wait for the header, pass it on, post the buffer for the payload: the slot itself if it can land there."""
-        self.wire.wait(message)
-        self._forward(data, 2 * place)
-        header = Header.unpack(data)
-        target = piece.ranges[0]
-        buffer = (
-            self.slot.view(target.image_bytes, target.nbytes) if piece.direct else np.empty(header.nbytes, np.uint8)
-        )
-        source = self.chain.before(self.wire.rank, trainer)
-        return _Arrival(place, trainer, piece, header, buffer, self.wire.receive(buffer, source, 2 * place + 1))
-
-    def _finish(self, arrival: _Arrival) -> None:
-        self.wire.wait(arrival.message)
-        self._forward(arrival.data, 2 * arrival.place + 1)
-        if not arrival.piece.direct:
-            self._scatter(arrival)
-        checksum = piece_sum(arrival.data, arrival.piece)
-        if checksum != arrival.header.checksum:
-            sender = self.wire.names[self.chain.trainers[arrival.trainer]]
-            raise CorruptPieceError(f"piece {arrival.place} of {sender} arrived damaged (checksum {checksum:#x})")
-        self.slot.checksum = (self.slot.checksum + checksum) & ((1 << 64) - 1)
-
-    def _scatter(self, arrival: _Arrival) -> None:
-        at = 0
-        for part in arrival.piece.ranges:
-            self.slot.view(part.image_bytes, part.nbytes)[:] = arrival.data[at : at + part.nbytes]
-            at += part.nbytes
-
-    def _forward(self, data: Bytes, tag: int) -> None:
-        if self.next is not None:
-            self.forwarded.append((self.wire.send(data, self.next, tag), data))
-            while len(self.forwarded) > 2 * HEADERS_AHEAD:
-                self.wire.wait(self.forwarded.popleft()[0])

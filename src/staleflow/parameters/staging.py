@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from staleflow.parameters.checksum import word_sum
 from staleflow.parameters.layout import Piece, Rows, Shard, shard_of
 from staleflow.parameters.manifest import Manifest
 
@@ -92,15 +91,6 @@ class Staging:
         if not hasattr(self, "_own_stream"):
             self._own_stream = torch.cuda.Stream(self.device)
         return self._own_stream
-
-
-def piece_sum(data: Bytes, piece: Piece) -> int:
-    """Share of a piece (its bytes as they travel) in the checksum of the image."""
-    total, at = 0, 0
-    for part in piece.ranges:
-        total += word_sum(data[at : at + part.nbytes], part.image_bytes)
-        at += part.nbytes
-    return total & ((1 << 64) - 1)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,5 +38,8 @@ class Transport(Protocol):
     def stop(self) -> None:
         """Make a wait for other members end (from any thread)."""
 
+    def break_off(self) -> None:
+        """After a failure: let the other members notice at once instead of waiting for this one."""
+
     def close(self) -> None:
         """Tell the other members that no more is coming."""

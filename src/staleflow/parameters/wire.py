@@ -2,8 +2,9 @@
 
 Two rules keep it from hanging. Nobody waits for slow data inside an operation: all members first *agree* (one small
 all-gather in which waiting long is normal, and which a member enters only when it is ready), and the messages that
-follow have a short time limit. And every wait is bounded and names its peer: a dead process is noticed by the closed
-connection at once, a silent one by the time limit, and `lost` then asks each connection.
+follow have a short time limit. And nothing is waited for in vain without a name: a dead process is noticed by its
+closed connection, at once by those who wait for it and by the others when they ask around (`lost`); a silent one by
+the time limit; a member that failed in another way, or stops, closes its connections itself (`break_off`).
 
 A Gloo operation that ran out of time closes its connection, so a group that failed once is not used again: it is
 rebuilt without the lost member. That is also why waiting for an agreement slices the *wait*, not the operation.
@@ -11,6 +12,7 @@ rebuilt without the lost member. That is also why waiting for an agreement slice
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -31,6 +33,7 @@ ROW_WORDS = 8  # an agreement gathers this many int64 from each member
 SLICE = timedelta(seconds=0.2)  # how soon a member that waits for an agreement notices that it is to stop
 IDLE_LIMIT = timedelta(days=7)  # of the all-gather itself: the time between two optimizer steps is not ours to limit
 SUSPICION_S = 2.0  # a message that takes longer than this makes us ask after everybody's connection
+ASK_AFTER_S, ASK_EVERY_S = 4.0, 60.0  # in a long agreement: first after 4 s, then 8, 16, … and every minute
 PROBE_TAG = (1 << 30) + 1
 
 log = logging.getLogger(__name__)
@@ -84,6 +87,17 @@ class Wire:
         """Make this member's waiting for an agreement end (from any thread). The group is unusable afterwards."""
         self._stopping.set()
 
+    def break_off(self) -> None:
+        """Close all connections, so that nobody waits for this member any more, and it for nobody.
+
+        Gloo has no call for that, but closes a connection on which an operation has run out of time.
+        """
+        self._stopping.set()
+        for rank in range(self.size):
+            if rank != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.zeros(1)], rank, PROBE_TAG + 1).wait(timedelta(milliseconds=1))
+
     def agree(self, row: Sequence[int]) -> list[list[int]]:
         """All-gather `ROW_WORDS` int64 from every member; waits as long as it takes for all to be ready.
 
@@ -93,9 +107,13 @@ class Wire:
         mine[: len(row)] = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.zeros(ROW_WORDS, dtype=torch.int64) for _ in range(self.size)]
         work = self._attempt("agreement", lambda: self._group.allgather(rows, mine, IDLE_LIMIT))
+        begin, ask_after_s = time.monotonic(), ASK_AFTER_S
         while not work.is_completed():
             if self._stopping.is_set():
                 raise StoppedError("stopped while waiting for the publish group")
+            if time.monotonic() - begin > ask_after_s:
+                ask_after_s += min(ask_after_s, ASK_EVERY_S)
+                self._require_all()
             try:
                 work.wait(SLICE)
             except RuntimeError as error:
@@ -134,6 +152,10 @@ class Wire:
     def lost(self) -> list[str]:
         """Names of the members whose connection is closed; asked by a one-byte message that nobody reads."""
         return [self.names[rank] for rank in range(self.size) if rank != self.rank and not self._answers(rank)]
+
+    def _require_all(self) -> None:
+        if peers := self.lost():
+            raise PeerLostError(f"{self.names[self.rank]}: waiting for the publish group", peers)
 
     def _answers(self, rank: int) -> bool:
         try:
