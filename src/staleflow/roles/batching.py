@@ -86,8 +86,8 @@ def plan_step(
     """Balance the batch over trainer ranks and micro-batches by token count, at least one micro-batch per update."""
     tids = [tid for _, members in batch.groups for tid in members]
     lengths = [generated[tid].total_tokens for tid in tids]
-    cut = balance(lengths, trainers, microbatch_tokens, min_microbatches=updates)
-    ranks = tuple(tuple(tuple(tids[i] for i in part) for part in rank) for rank in cut)
+    cut = balance(lengths, trainers, microbatch_tokens, min_count=updates)
+    ranks = tuple(tuple(tuple(tids[i] for i in part) for part in rank) for rank in cut.microbatches)
     return StepPlan(
         batch.step,
         ranks,

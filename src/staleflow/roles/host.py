@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,6 +36,7 @@ LIVENESS_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class HostSettings:
+    rank: int
     node: int
     max_tokens: int
 
@@ -53,10 +55,10 @@ class Host:
         emit: Callable[[m.ToCoordinator], None],
         audit: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._s, self._links, self._server, self._rewards = settings, tuple(links), server, rewards
+        self._s, self.links, self._server, self._rewards = settings, tuple(links), server, rewards
         self._decode_text, self._alive, self._emit, self._audit = decode_text, alive, emit, audit
         self._by_rank = {link.plan.rank: link for link in links}
-        self._stored: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._from_relay: SimpleQueue[m.Stored | m.Failed] = SimpleQueue()
         self._last_liveness_s = 0.0
         self.stopping: m.Stop | None = None
 
@@ -66,7 +68,7 @@ class Host:
         """Everything that can be done without waiting."""
         for message in inbox:
             self.handle(message)
-        for link in self._links:
+        for link in self.links:
             self._drain(link)
             link.flush()
         self._collect_rewards()
@@ -75,7 +77,7 @@ class Host:
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Until a device rank has something to say."""
-        rings = [link.up for link in self._links if not link.gone]
+        rings = [link.up for link in self.links if not link.gone]
         if rings:
             wait_any(rings, timeout_s)
         else:
@@ -83,7 +85,11 @@ class Host:
 
     def on_stored(self, version: int, seconds: float) -> None:
         """Called from the relay's thread."""
-        self._stored.put((version, seconds))
+        self._from_relay.put(m.Stored(self._s.node, version, seconds))
+
+    def on_relay_error(self, error: BaseException) -> None:
+        """Called from one of the relay's threads."""
+        self._from_relay.put(m.Failed(self._s.rank, f"the relay of node {self._s.node} stopped: {error}"))
 
     # ---- from the device ranks ---------------------------------------------------------------------------------------
 
@@ -127,19 +133,19 @@ class Host:
                 self._emit(m.Rewarded(result.tid, result.reward))
 
     def _collect_stored(self) -> None:
-        while True:
-            try:
-                version, seconds = self._stored.get_nowait()
-            except Empty:
-                return
-            self._emit(m.Stored(self._s.node, version, seconds))
+        with suppress(Empty):
+            while True:
+                self._emit(self._from_relay.get_nowait())
 
     def _look_after_ranks(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._last_liveness_s < LIVENESS_EVERY_S:
-            return
-        self._last_liveness_s = now_s
-        for link in self._links:
+        if now_s - self._last_liveness_s >= LIVENESS_EVERY_S:
+            self._last_liveness_s = now_s
+            self.look_now()
+
+    def look_now(self) -> None:
+        """Find out which device ranks have died, and say so."""
+        for link in self.links:
             if not link.gone and not self._alive(link.plan.rank):
                 link.gone = True
                 self._drain(link)  # what it had published before it died is whole
@@ -165,7 +171,7 @@ class Host:
                 self._server.put(tid, record)
             case m.Stop(code=code):
                 self.stopping = message
-                for link in self._links:
+                for link in self.links:
                     link.stop(code or 1)
 
     def _command(self, message: m.Commands) -> None:
@@ -181,7 +187,7 @@ class Host:
                 link.send(Kind.COMMAND, encoded, id_)
 
     def _instance(self, index: int) -> list[DeviceLink]:
-        return [link for link in self._links if link.plan.instance == index and not link.gone]
+        return [link for link in self.links if link.plan.instance == index and not link.gone]
 
     def _start_record(self, tid: int) -> bytes:
         """What an instance goes on from: the partial record that is held here, or the bare prompt."""

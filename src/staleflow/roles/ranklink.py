@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from staleflow.roles.messages import Kind, Report, encode
+from staleflow.roles.messages import Kind, Report, StopRequested, encode
 from staleflow.trajectories.ring import Ring
 from staleflow.trajectories.schema import Trajectory
 from staleflow.trajectories.schema import encode as encode_trajectory
@@ -60,3 +60,15 @@ class RankLink:
 
     def close(self, reason: str) -> None:
         self._up.close(reason)
+
+
+class SignalReporter:
+    """Tells the host, once, that this rank has got a signal; the host decides what follows."""
+
+    def __init__(self, rank: int, link: RankLink, signal: Callable[[], int]) -> None:
+        self._rank, self._link, self._signal, self._told = rank, link, signal, False
+
+    def look(self) -> None:
+        if (number := self._signal()) and not self._told:
+            self._told = True
+            self._link.report(StopRequested(self._rank, number))

@@ -29,7 +29,7 @@ from staleflow.engines.scripted import mix
 from staleflow.parameters.pull import Puller
 from staleflow.roles.held import Held
 from staleflow.roles.messages import Kind, Probe, Pulled, Ready, Snapshot, decode_command
-from staleflow.roles.ranklink import RankLink
+from staleflow.roles.ranklink import RankLink, SignalReporter
 from staleflow.trajectories.schema import Finish, decode
 
 IDLE_WAIT_S = 0.05
@@ -54,8 +54,15 @@ class Rollout:
     """`agree(n) -> n of the leader` makes the instance's ranks take the same cut; identity without tensor parallelism."""
 
     def __init__(
-        self, settings: RolloutSettings, link: RankLink, engine: Engine, puller: Puller, agree: Callable[[int], int]
+        self,
+        settings: RolloutSettings,
+        link: RankLink,
+        engine: Engine,
+        puller: Puller,
+        agree: Callable[[int], int],
+        signal: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._signal = SignalReporter(settings.rank, link, signal)
         self._s, self._link, self._engine, self._puller, self._agree = settings, link, engine, puller, agree
         self._version = -1
         self._inbox: dict[int, Held] = {}  # payloads whose Route has not been applied yet
@@ -74,6 +81,7 @@ class Rollout:
             self.turn()
 
     def turn(self) -> None:
+        self._signal.look()
         if not self._engine.busy() and not self._commands:
             self._link.wait(IDLE_WAIT_S)
         self._receive()

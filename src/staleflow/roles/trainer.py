@@ -22,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.learning.batch import BatchTotals, PackedBatch
+from staleflow.learning.batch import BatchTotals, PackedBatch, pack
+from staleflow.learning.export import full_state
 from staleflow.learning.trainer import PolicyTrainer
 from staleflow.parameters.publish import Publisher
 from staleflow.roles.messages import Kind, Probe, Ready, StepDone, StepHeader, decode_step_header
-from staleflow.roles.ranklink import RankLink
+from staleflow.roles.ranklink import RankLink, SignalReporter
 from staleflow.trajectories.microbatch import decode
+from staleflow.trajectories.schema import Trajectory
 
 IDLE_WAIT_S = 0.2
 
@@ -52,8 +54,10 @@ class Trainer:
         policy: PolicyTrainer,
         publisher: Publisher,
         unpack: Callable[[Any, Any, Any], PackedBatch],
+        signal: Callable[[], int] = lambda: 0,
     ) -> None:
         self._s, self._link, self._policy, self._publisher, self._unpack = settings, link, policy, publisher, unpack
+        self._signal = SignalReporter(settings.rank, link, signal)
         self._records: Iterator[Any] = iter(())
 
     def run(self, started_s: float) -> None:
@@ -61,9 +65,12 @@ class Trainer:
         self._publish(self._s.start_version)
         self._link.report(Ready(self._s.rank, time.monotonic() - started_s))
         while not self._link.stop_code:
+            self._signal.look()
             record = self._next(IDLE_WAIT_S)
             if record is None:
                 self._link.flush()
+                if (failure := self._publisher.failure) is not None:
+                    raise RuntimeError(f"publishing has stopped: {failure}") from failure
             elif record.kind == Kind.STEP:
                 self._step(decode_step_header(bytes(record.payload)))
             else:
@@ -112,8 +119,21 @@ class Trainer:
         """Snapshot the shard; the publisher's thread sends it while the next step goes on."""
         self._publisher.snapshot(version)
         if self._s.audit_dir is not None:
-            self._policy.save_weights(self._s.audit_dir / f"v{version}.safetensors")
+            self._keep_weights(self._s.audit_dir / f"v{version}.safetensors")
         if self._s.probe:
-            logprobs = self._policy.score(self._s.probe)
+            logprobs = self._policy.logprobs(self._probe())[1:]
             if self._s.leader:
-                self._link.report(Probe(self._s.rank, version, np.asarray(logprobs, np.float32).tobytes()))
+                self._link.report(Probe(self._s.rank, version, logprobs.float().cpu().numpy().tobytes()))
+
+    def _probe(self) -> PackedBatch:
+        """The probe as a response to its own first token."""
+        tokens = np.asarray(self._s.probe, np.int32)
+        n = len(tokens) - 1
+        return pack([Trajectory(0, 0, 0, 1, tokens, np.zeros(n, np.float32), ((0, n),))], [0.0]).to(self._policy.device)
+
+    def _keep_weights(self, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        state = full_state(self._policy.model)
+        if self._s.leader:
+            save_file(state, path)

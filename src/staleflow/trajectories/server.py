@@ -41,20 +41,19 @@ class TrajectoryServer:
     def put(self, tid: int, record: Any) -> None:
         """Copy a record in (one copy). A newer state of the same trajectory replaces the older one."""
         self._drop_block(tid)
-        block = self._arena.allocate(len(record))
+        block = self._arena.take(record)
         if block is None:
             raise ArenaFull(
                 f"the arena has no room for trajectory {tid} ({len(record)} bytes; {self._arena.used} of "
                 f"{self._arena.capacity} bytes in use): lower staleness.eta or rollout.max_tokens"
             )
-        self._arena.view(block)[:] = record
         self._blocks[tid] = block
         self._members[group_and_member(tid)[0]].add(tid)
 
     def get(self, tid: int) -> memoryview | None:
         """The record of a trajectory as a view into the arena, or None when none is held here."""
         block = self._blocks.get(tid)
-        return None if block is None else memoryview(self._arena.view(block))
+        return None if block is None else self._arena.view(block)
 
     def forget(self, tid: int) -> None:
         """The payload is not needed any more. Unknown ids are ignored; a group's prompt goes with its last member."""

@@ -1,0 +1,63 @@
+"""How a host and its device ranks come to share rings and parameter store: named, mapped by both, unlinked at once."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from staleflow.jobs.plan import RankPlan
+from staleflow.jobs.runtime import Job
+from staleflow.trajectories.ring import Ring, segment_name
+
+
+def run_id_of(job: Job) -> int:
+    """A number that tells this attempt's segments from every other's."""
+    return zlib.crc32(job.job_id.encode())
+
+
+def store_name(job: Job) -> str:
+    return segment_name(job.config.run.name, run_id_of(job), f"node{job.me.node}-parameters")
+
+
+def names_of(job: Job, ranks: Sequence[int]) -> list[str]:
+    """What to call these ranks in an error."""
+    return [f"rank {r} ({job.plan.ranks[r].role} on {job.nodes_of[r]['host']})" for r in ranks]
+
+
+def create_rings(job: Job) -> dict[int, tuple[Ring, Ring]]:
+    """Host: make the two rings of every device rank of this node and tell the ranks. {rank: (down, up)}"""
+    rings = {}
+    for device in job.plan.devices_of(job.me.node):
+        sizes = job.plan.rings_of(device.rank)
+        label = f"host of node {job.me.node}"
+        down = Ring.create(_name(job, device, "down"), sizes.down_bytes, run_id=run_id_of(job), label=label)
+        up = Ring.create(_name(job, device, "up"), sizes.up_bytes, run_id=run_id_of(job), label=label)
+        down.claim_producer()
+        up.claim_consumer()
+        rings[device.rank] = (down, up)
+        job.post(f"rings/{device.rank}", [down.name, up.name])
+    return rings
+
+
+def attach_rings(job: Job) -> tuple[Ring, Ring]:
+    """Device rank: map its rings. (down, up)"""
+    host = f"rank {job.plan.host_of(job.rank)} (host)"
+    names = job.read(f"rings/{job.rank}", job.config.fault.start_timeout_s, host)
+    label = f"rank {job.rank} ({job.me.role})"
+    down, up = (Ring.attach(name, run_id=run_id_of(job), label=label) for name in names)
+    down.claim_consumer()
+    up.claim_producer()
+    job.post(f"mapped/{job.rank}", True)
+    return down, up
+
+
+def unlink_when_mapped(job: Job, unlink: Callable[[], None]) -> None:
+    """Host: once every device rank of the node has mapped what it shares, remove the names."""
+    for device in job.plan.devices_of(job.me.node):
+        who = f"rank {device.rank} ({device.role})"
+        job.read(f"mapped/{device.rank}", job.config.fault.start_timeout_s, who)
+    unlink()
+
+
+def _name(job: Job, device: RankPlan, way: str) -> str:
+    return segment_name(job.config.run.name, run_id_of(job), f"rank{device.rank}-{way}")

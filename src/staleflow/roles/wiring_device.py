@@ -1,0 +1,237 @@
+"""Puts a trainer rank and a rollout rank together."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from staleflow.config import Config
+from staleflow.engines.base import Engine
+from staleflow.engines.scripted import ScriptedEngine, mix
+from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
+from staleflow.jobs import rings
+from staleflow.jobs.preflight import model_facts
+from staleflow.jobs.runtime import Job
+from staleflow.learning.batch import PackedBatch
+from staleflow.learning.batch import pack as pack_nothing
+from staleflow.roles.messages import Failed
+from staleflow.roles.ranklink import RankLink
+from staleflow.roles.rollout import Rollout, RolloutSettings
+from staleflow.trajectories.pack import pack
+
+RETIRE_FLUSH_S = 2.0
+
+
+def play_trainer(job: Job) -> int:
+    from staleflow.learning.trainer import PolicyTrainer
+    from staleflow.parameters.manifest import Manifest
+    from staleflow.parameters.publish import Publisher
+    from staleflow.roles.trainer import Trainer, TrainerSettings
+
+    started_s = time.monotonic()
+    config = job.config
+    link = RankLink(*rings.attach_rings(job))
+    group = job.group("publish", job.plan.trainers + job.plan.relays)
+    job.enter_role_world(job.plan.trainers, job.me.device or 0)
+    with _told_to_host(job, link):
+        device = device_of(job)
+        policy = PolicyTrainer(
+            config.model,
+            config.optimizer,
+            replace(config.algorithm, temperature=config.rollout.temperature),
+            device=device,
+            seed=config.run.seed,
+        )
+        manifest = Manifest.from_model_dir(config.model.path, config.parameters.wire_dtype)
+        publisher = Publisher(
+            policy.sharded_parameters(),
+            manifest,
+            group,
+            trainer_ranks_in_group=range(len(job.plan.trainers)),
+            bucket_bytes=int(config.parameters.bucket_mib * (1 << 20)),
+            delta=config.parameters.delta,
+            names=rings.names_of(job, job.plan.trainers + job.plan.relays),
+            timeout_s=config.fault.collective_timeout_s,
+        )
+        settings = TrainerSettings(
+            rank=job.rank,
+            leader=job.rank == job.plan.trainers[0],
+            start_version=0,
+            record_timeout_s=config.fault.collective_timeout_s,
+            probe=probe_tokens(config),
+            audit_dir=_audit_dir(job),
+        )
+        job.watch_signals()
+        try:
+            Trainer(settings, link, policy, publisher, unpack_to(device), job_signal(job)).run(started_s)
+        finally:
+            publisher.close()
+    _retire(link)
+    return max(0, link.stop_code - 1)
+
+
+def play_rollout(job: Job) -> int:
+    started_s = time.monotonic()
+    config = job.config
+    link = RankLink(*rings.attach_rings(job))
+    store = _attach_store(job)
+    instance = job.plan.instance(job.me.instance or 0)
+    cut = job.group(f"cut-{job.me.instance}", instance) if len(instance) > 1 else None
+    os.environ.update({k: v for k, v in environment(not torch.cuda.is_available()).items() if k not in os.environ})
+    job.enter_role_world(instance, job.me.device or 0)
+    with _told_to_host(job, link):
+        from staleflow.parameters.pull import Puller
+
+        engine = build_engine(job)
+        puller = Puller(store, engine, agree=_agree(cut, "MIN"))
+        settings = RolloutSettings(
+            rank=job.rank,
+            instance=job.me.instance or 0,
+            leader=job.me.instance_rank == 0,
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            evaluation_temperature=config.evaluation.temperature if config.evaluation else 0.0,
+            seed_per_request=config.rollout.engine == "scripted",
+            run_seed=config.run.seed,
+            snapshot_every_s=config.coordination.cycle_ms / 1000,
+            pull_timeout_s=config.fault.collective_timeout_s,
+            probe=probe_tokens(config),
+        )
+        job.watch_signals()
+        try:
+            Rollout(settings, link, engine, puller, _agree(cut, None), job_signal(job)).run(started_s)
+        finally:
+            engine.close()
+    _retire(link)
+    return max(0, link.stop_code - 1)
+
+
+def job_signal(job: Job) -> Callable[[], int]:
+    """The signal that this rank has got, 0 for none."""
+    return lambda: job.signal
+
+
+class _told_to_host:  # noqa: N801 - reads as a statement
+    """An exception inside is told to the host before it ends this rank."""
+
+    def __init__(self, job: Job, link: RankLink) -> None:
+        self._job, self._link = job, link
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        with suppress(Exception):  # the host may be what failed
+            self._link.report(Failed(self._job.rank, f"{type(error).__name__}: {error}"))
+            _retire(self._link)
+
+
+def _retire(link: RankLink) -> None:
+    """Give the host the chance to take what is still to be said."""
+    deadline_s = time.monotonic() + RETIRE_FLUSH_S
+    while not link.flush() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def device_of(job: Job) -> torch.device:
+    """The planned device, never LOCAL_RANK's."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", (job.me.device or 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def unpack_to(device: torch.device) -> Callable[[Any, Any, Any], PackedBatch]:
+    """From the bytes of a micro-batch in the ring to a packed batch on the device; the ring may be released then."""
+
+    def unpack(data: Any, offsets: Any, advantages: Any) -> PackedBatch:
+        if not len(offsets):
+            return pack_nothing([], []).to(device)
+        # read-only memory of the ring: `pack` only reads it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            buffer, at, values = (torch.from_numpy(part) for part in (data, offsets, advantages))
+        return PackedBatch(*pack(buffer.to(device), at.to(device), values.to(device)))
+
+    return unpack
+
+
+def build_engine(job: Job) -> Engine:
+    config, r = job.config, job.config.rollout
+    if r.engine == "scripted":
+        vocabulary = int(model_facts(Path(config.model.path))["vocab_size"])
+        return ScriptedEngine(vocabulary=vocabulary, max_running=r.max_running, step_s=r.step_ms / 1000)
+    return VllmEngine(
+        VllmSettings(
+            model=Path(config.model.path),
+            dtype=config.model.dtype,
+            # Equal on the ranks of an instance, different between instances and between attempts.
+            seed=mix(config.run.seed, job.me.instance or 0, job.attempt) & 0x7FFFFFFF,
+            max_model_len=r.max_model_len,
+            max_running=r.max_running,
+            tensor_parallel=r.tensor_parallel,
+            instance_name=f"staleflow-{job.job_id}-{job.me.instance}",
+            instance_rank=job.me.instance_rank,
+            device=job.me.device or 0,
+            gpu_memory_utilization=r.gpu_memory_utilization,
+            enforce_eager=r.enforce_eager,
+            kv_cache_tokens=r.kv_cache_tokens,
+            top_p=r.top_p,
+            top_k=r.top_k,
+            stop=r.stop,
+        )
+    )
+
+
+def probe_tokens(config: Config) -> tuple[int, ...]:
+    """A fixed sequence of legal token ids, equal on all ranks."""
+    vocabulary = int(model_facts(Path(config.model.path))["vocab_size"])
+    n = min(config.observe.probe_tokens + 1, config.rollout.max_model_len - 1) if config.observe.probe_tokens else 0
+    return tuple(mix(17, i) % vocabulary for i in range(n))
+
+
+def _audit_dir(job: Job) -> Path | None:
+    if not job.config.observe.audit_weights:
+        return None
+    directory = job.run_dir / "audit"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _attach_store(job: Job) -> Any:
+    from staleflow.parameters.store import NodeStore
+
+    host = f"rank {job.plan.host_of(job.rank)} (host)"
+    name = job.read(f"store/{job.me.node}", job.config.fault.start_timeout_s, host)
+    store = NodeStore.attach(name)
+    job.post(f"mapped/{job.rank}", True)
+    return store
+
+
+def _agree(group: Any, operation: str | None) -> Callable[[int], int]:
+    """A number agreed on by the instance's ranks: reduced by `operation`, or (None) the leader's."""
+    if group is None:
+        return lambda n: n
+    import torch.distributed as dist
+
+    def agree(n: int) -> int:
+        tensor = torch.tensor([n], dtype=torch.int64)
+        if operation is None:
+            group.broadcast(tensor, 0).wait()
+        else:
+            options = dist.AllreduceOptions()
+            options.reduceOp = getattr(dist.ReduceOp, operation)
+            group.allreduce([tensor], options).wait()
+        return int(tensor[0])
+
+    return agree

@@ -1,0 +1,231 @@
+"""Puts a host rank together; on rank 0 the coordinator too."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from staleflow.config import Config, Source
+from staleflow.coordination.coordinator import Coordinator
+from staleflow.coordination.cost_model import DEFAULT, load_cost_model
+from staleflow.coordination.ledger import make_ledger
+from staleflow.data.prompts import DataSettings, Dataset, Prompt, PromptSource
+from staleflow.data.tokenizer import load_tokenizer
+from staleflow.jobs import rings, runtime
+from staleflow.jobs.runtime import Job
+from staleflow.observe.live import open_view
+from staleflow.observe.metrics import MetricsWriter
+from staleflow.parameters.manifest import Manifest
+from staleflow.parameters.relay import Relay
+from staleflow.parameters.store import NodeStore
+from staleflow.rewards.pool import RewardPool
+from staleflow.roles import messages as m
+from staleflow.roles.coordinator import CoordinatorRole
+from staleflow.roles.devicelink import DeviceLink
+from staleflow.roles.evaluations import Evaluations
+from staleflow.roles.host import Host, HostSettings
+from staleflow.roles.observer import Observer
+from staleflow.trajectories.arena import Arena
+from staleflow.trajectories.ring import segment_name
+from staleflow.trajectories.server import TrajectoryServer
+
+VIEW_EVERY_S = 0.25
+
+
+def play_host(job: Job, console: TextIO) -> int:
+    manifest = Manifest.from_model_dir(job.config.model.path, job.config.parameters.wire_dtype)
+    runtime.check_shared_memory(job.plan, job.me.node, 2 * manifest.nbytes)
+    node = _Node(job, manifest)
+    try:
+        return _coordinate(job, node, console) if job.rank == 0 else _serve(job, node)
+    finally:
+        node.close()
+
+
+class _Node:
+    """The host of one node with what it owns: rings, arena, store, relay, reward processes."""
+
+    def __init__(self, job: Job, manifest: Manifest) -> None:
+        self.outbox: deque[m.ToCoordinator] = deque()
+        tokenizer = load_tokenizer(job.config.model.path)
+        self._rewards = RewardPool(job.config.reward)
+        made = rings.create_rings(job)
+        links = [DeviceLink(job.plan.ranks[rank], down, up) for rank, (down, up) in made.items()]
+        name = segment_name(job.config.run.name, rings.run_id_of(job), f"node{job.me.node}-arena")
+        self._arena = Arena.create(name, job.plan.arena_bytes, run_id=rings.run_id_of(job))
+        self._arena.unlink()  # only this process uses it
+        self._store = NodeStore.create(rings.store_name(job), manifest) if job.rank in job.plan.relays else None
+        self.host = Host(
+            HostSettings(job.rank, job.me.node, job.config.rollout.max_tokens),
+            links,
+            TrajectoryServer(self._arena),
+            self._rewards,
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            job.alive,
+            self.outbox.append,
+            _audit(job),
+        )
+        job.post(f"store/{job.me.node}", self._store.name if self._store else None)
+        group = job.group("publish", job.plan.trainers + job.plan.relays)
+        self._relay = self._start_relay(job, group, manifest)
+        rings.unlink_when_mapped(job, self._unlink)
+
+    def _start_relay(self, job: Job, group: Any, manifest: Manifest) -> Relay | None:
+        if self._store is None:
+            return None
+        return Relay(
+            group,
+            manifest,
+            self._store,
+            self.host.on_stored,
+            trainer_ranks_in_group=range(len(job.plan.trainers)),
+            names=rings.names_of(job, job.plan.trainers + job.plan.relays),
+            timeout_s=job.config.fault.collective_timeout_s,
+            on_error=self.host.on_relay_error,
+        )
+
+    def _unlink(self) -> None:
+        for link in self.host.links:
+            link.down.unlink()
+            link.up.unlink()
+        if self._store is not None:
+            self._store.unlink()
+
+    def close(self) -> None:
+        self._rewards.close()
+        if self._relay is not None:
+            self._relay.close()
+        self._unlink()
+
+
+def _audit(job: Job) -> Callable[[bytes], None] | None:
+    """Tests: keep every trajectory that is trained on, one record after the other."""
+    if not job.config.observe.audit_weights:
+        return None
+    file = (job.run_dir / "audit.trajectories").open("ab")
+    return lambda record: file.write(record) and file.flush()
+
+
+# ---- rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
+    runtime.write_run_files(job)
+    inboxes: dict[int, deque[m.ToHost]] = {n: deque() for n in range(len(job.plan.nodes))}
+    observer = Observer(
+        job.config,
+        open_view(job.config.observe.live, console),
+        MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard),
+    )
+    role = build_coordinator(job.config, job.plan, lambda n, message: inboxes[n].append(message), observer)
+    job.watch_signals()
+    _loop(job, node, role, inboxes[0], observer)
+    outcome = role.outcome
+    assert outcome is not None
+    observer.finish(outcome.status, outcome.reason)
+    return outcome.code
+
+
+def _loop(job: Job, node: _Node, role: CoordinatorRole, inbox: deque[m.ToHost], observer: Observer) -> None:
+    """Host and coordinator by turns until the run has ended and every rank of this node has left."""
+    viewed_s = 0.0
+    while role.outcome is None:
+        node.host.turn(_drained(inbox))
+        now_s = time.monotonic()
+        role.turn([(0, message) for message in _drained(node.outbox)], now_s)
+        if job.signal:
+            _stop_by_signal(job, node, role)
+        if now_s - viewed_s > VIEW_EVERY_S:
+            viewed_s = now_s
+            observer.refresh(now_s, role.waited_for())
+        if not inbox:
+            node.host.wait()
+    node.host.turn(_drained(inbox))
+    _see_off(job, node)
+
+
+def _stop_by_signal(job: Job, node: _Node, role: CoordinatorRole) -> None:
+    """A launcher signals everybody when one rank has died: then the dead rank is the reason, not the signal."""
+    time.sleep(0.2)
+    node.host.look_now()
+    role.turn([(0, message) for message in _drained(node.outbox)], time.monotonic())
+    role.stop(job.signal, f"signal {job.signal}")
+
+
+def _see_off(job: Job, node: _Node) -> None:
+    """Go on draining until the device ranks have gone or posted that they leave, for half the grace time at most."""
+    deadline_s = time.monotonic() + job.config.fault.stop_grace_s / 2
+    while time.monotonic() < deadline_s:
+        node.host.turn(())
+        if all(job.posted(f"left/{d.rank}") or not job.alive(d.rank) for d in job.plan.devices_of(job.me.node)):
+            return
+        time.sleep(0.02)
+
+
+def _serve(job: Job, node: _Node) -> int:
+    raise RuntimeError(f"rank {job.rank}: jobs over several nodes need the link between hosts, which is not there yet")
+
+
+def _drained(queue: deque[Any]) -> list[Any]:
+    out = []
+    while queue:
+        out.append(queue.popleft())
+    return out
+
+
+# ---- the coordinator's parts -----------------------------------------------------------------------------------------
+
+
+def build_coordinator(config: Config, job_plan: Any, send: Any, observer: Observer) -> CoordinatorRole:
+    """The pure core with its books, the prompts, and the role that drives them."""
+    tokenizer = load_tokenizer(config.model.path)
+    s = config.staleness
+    ledger = make_ledger(
+        config.coordination.policy,
+        batch_groups=s.batch_groups,
+        group_size=s.group_size,
+        eta=s.eta,
+        spare_groups=s.spare_groups,
+        spare_members=s.spare_members,
+    )
+    path = config.coordination.cost_model
+    core = Coordinator(config.coordination, ledger, load_cost_model(path) if path else DEFAULT, [])
+    prompts = PromptSource(data_settings(config, config.data.train), tokenizer)
+    evaluations = None
+    if config.evaluation is not None:
+        held_out = evaluation_prompts(config, tokenizer)
+        evaluations = Evaluations(held_out, config.evaluation.samples)
+    role = CoordinatorRole(config, job_plan, core, prompts, evaluations, send, observer)
+    observer.watch(role.accounts, core)
+    return role
+
+
+def data_settings(config: Config, sources: tuple[Source, ...], **changes: Any) -> DataSettings:
+    d = config.data
+    settings: dict[str, Any] = {
+        "datasets": tuple(Dataset(source.path, source.weight) for source in sources),
+        "prompt_field": d.prompt_field,
+        "answer_field": d.answer_field,
+        "chat_template": d.chat_template,
+        "max_prompt_tokens": d.max_prompt_tokens,
+        "epochs": d.epochs,
+        "shuffle": d.shuffle,
+        "seed": config.run.seed,
+    }
+    return DataSettings(**(settings | changes))
+
+
+def evaluation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
+    """The held-out prompts, in file order; the first `max_prompts` of them."""
+    assert config.evaluation is not None
+    settings = data_settings(config, config.evaluation.data, epochs=1, shuffle=False)
+    prompts = list(PromptSource(settings, tokenizer, settle_on_issue=True))
+    return prompts[: config.evaluation.max_prompts]
+
+
+def audit_dir(run_dir: Path) -> Path:
+    """Where a trainer keeps every version's weights when `observe.audit_weights` is on."""
+    return run_dir / "audit"
