@@ -22,6 +22,11 @@ open_attempt() {
     local attempt_dir=$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     (umask 077 && mkdir -p "$attempt_dir")
     export STALEFLOW_ATTEMPT=$attempt_dir
+    if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # older Slurm does not set it; the ranks stop in time for a checkpoint
+        local end
+        end=$(scontrol show job -o "$SLURM_JOB_ID" | grep -o ' EndTime=[^ ]*')
+        if end=$(date -d "${end# EndTime=}" +%s 2>/dev/null); then export SLURM_JOB_END_TIME=$end; fi
+    fi
     rm -f "$run_dir/STOP" # a request to an earlier start
     overrides=()
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then overrides=(checkpoint.resume=auto); fi

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from staleflow.jobs.slurm import LAUNCH, JobScript, main, render_sbatch
 
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 GOLDEN = Path(__file__).parent / "golden"
 JOB = JobScript(
     name="demo",
@@ -65,7 +67,7 @@ def test_shellcheck_is_content_with_scripts_and_rendered_jobs(tmp_path):
         rendered[-1].write_text(render_sbatch(job))
     assert len(shell_files()) >= 8
     result = subprocess.run(
-        ["shellcheck", "--external-sources", "--source-path", str(LAUNCH.parent), *shell_files(), *rendered],
+        [SHELLCHECK, "--external-sources", "--source-path", str(LAUNCH.parent), *shell_files(), *rendered],
         capture_output=True,
         text=True,
     )

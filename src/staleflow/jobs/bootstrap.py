@@ -11,6 +11,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -52,9 +53,11 @@ def broadcast_mpi(info: LaunchInfo, payload: Any) -> bytes:
     mpi = _mpi()
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (info.rank, info.world_size):
+        seen = f"rank {world.rank} of {world.size}"
+        mpi.Finalize()
         raise LaunchError(
             "MPI world",
-            f"rank {world.rank} of {world.size}",
+            seen,
             f"{info.launcher} started rank {info.rank} of {info.world_size}, but the MPI library sees another world",
             "mpi4py must use the MPI whose mpirun started the job (`python -m mpi4py --mpi-lib-version` names it)",
         )
@@ -64,6 +67,9 @@ def broadcast_mpi(info: LaunchInfo, payload: Any) -> bytes:
 
 
 def _mpi() -> Any:
+    if "OMPI_FILE_LOCATION" in os.environ:  # Open MPI's segments: where mpirun cleans up after a kill, not in /dev/shm
+        session = str(Path(os.environ["OMPI_FILE_LOCATION"]).parent)
+        os.environ.setdefault("OMPI_MCA_btl_sm_backing_directory", session)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -82,13 +88,14 @@ def _choose(info: LaunchInfo, interface: str | None) -> tuple[str, int]:
 
 
 def own_address(interface: str | None = None) -> str:
-    """An IPv4 address of this node that other nodes can reach: the interface's, or else the host name's.
+    """An IPv4 address of this node that other nodes reach: the interface's (GLOO_SOCKET_IFNAME) or the host name's.
 
     Raises:
         LaunchError: no such interface, or the host name resolves to the loopback interface only.
     """
-    if interface is not None:
-        return address_of_interface(interface)
+    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")  # a site names it once, for Gloo and for us
+    if interface:
+        return address_of_interface(interface.split(",")[0])
     name = socket.gethostname()
     try:
         found = [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
