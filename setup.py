@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the headers of 2.10: loads in every later torch
-CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 def sources(folder: str, suffix: str) -> list[str]:
@@ -66,7 +67,7 @@ class Torch:
 
     @property
     def compile_flags(self) -> list[str]:
-        return [f"-isystem{self.root / 'include'}", f"-I{CSRC / 'ops'}", STABLE_ABI]
+        return ["-isystem", str(self.root / "include"), f"-I{CSRC / 'ops'}", STABLE_ABI]
 
     @property
     def link_flags(self) -> list[str]:
@@ -104,7 +105,8 @@ class Build(build_ext):
 
     def compile(self, torch: Torch, language: str, files: list[str]) -> list[str]:
         command = nvcc_command(torch) if language == "nvcc" else cxx_command(torch)
-        return [self.compile_one(command, Path(file)) for file in files]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda file: self.compile_one(command, Path(file)), files))
 
     def compile_one(self, command: list[str], file: Path) -> str:
         output = Path(self.build_temp) / f"{file.name}.o"
@@ -132,7 +134,15 @@ def cxx_command(torch: Torch) -> list[str]:
 def nvcc_command(torch: Torch) -> list[str]:
     archs = os.environ.get("STALEFLOW_CUDA_ARCHS", "80;90").split(";")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return [str(nvcc()), "-std=c++17", "-O3", *targets, "-Xcompiler=-fPIC,-fvisibility=hidden", *torch.compile_flags]
+    return [
+        str(nvcc()),
+        "-std=c++17",
+        "-O3",
+        *targets,
+        "-DUSE_CUDA",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        *torch.compile_flags,
+    ]
 
 
 setup(ext_modules=[ring_extension()], cmdclass={"build_ext": Build})
