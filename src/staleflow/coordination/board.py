@@ -40,7 +40,8 @@ class Phase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One trajectory. `version` is the reserved V_traj; `floor` the oldest version that may go on with it."""
+    """One trajectory. `version` is the reserved V_traj; `floor` the oldest version that may go on with it, which is newer
+    where the instance had pulled more than it was told when the trajectory began."""
 
     tid: int
     prompt_tokens: int
@@ -49,6 +50,7 @@ class Work:
     floor: int = -1
     phase: Phase = Phase.QUEUED
     instance: int | None = None
+    interrupted_by: int = -1  # the Interrupt that it left by last
 
     @property
     def evaluation(self) -> bool:
@@ -79,6 +81,7 @@ class Instance:
     held: dict[int, Work] = field(default_factory=dict)
     leaving: int = 0
     evaluations: int = 0
+    ages: dict[int, int] = field(default_factory=dict)  # V_traj -> trajectories held
     reported: tuple[tuple[int, int], ...] | None = None  # progress not yet copied into `held`
 
     @property
@@ -94,6 +97,10 @@ class Instance:
     def n(self) -> int:
         """Trajectories it will hold."""
         return len(self.held) - self.leaving
+
+    def due(self, version: int) -> int:
+        """Trajectories held with a V_traj of at most `version`."""
+        return sum(n for age, n in self.ages.items() if age <= version)
 
     @property
     def kv_tokens(self) -> int:
@@ -113,7 +120,7 @@ class Board:
     def __init__(self, instances: Iterable[InstanceInfo]) -> None:
         self.instances: dict[int, Instance] = {}
         self.works: dict[int, Work] = {}
-        self.levels: dict[int, dict[int, Work]] = {}  # V_traj -> waiting in the trajectory server, oldest first
+        self.levels: dict[int, dict[int, Work]] = {}  # floor -> waiting in the trajectory server, oldest first
         self.evaluations: dict[int, Work] = {}  # evaluation work waiting in the trajectory server
         self.last_command = 0
         self.interrupts = self.pulls = 0  # told so far
@@ -136,7 +143,8 @@ class Board:
             return False
         instance.applied, instance.version = s.applied_command, s.version
         instance.running, instance.waiting, instance.kv_reported = s.running, s.waiting, s.kv_tokens
-        instance.reported = s.progress
+        if s.progress:
+            instance.reported = s.progress
         while instance.pending and instance.pending[0][0] <= s.applied_command:
             instance.pending_kv -= instance.pending.popleft()[1]
         return True
@@ -159,27 +167,29 @@ class Board:
         if work.evaluation:
             self.evaluations[work.tid] = work
         else:
-            self.levels.setdefault(work.version, {})[work.tid] = work
+            self.levels.setdefault(work.floor, {})[work.tid] = work
 
     def queued(self) -> int:
         return sum(map(len, self.levels.values())) + len(self.evaluations)
 
     def by_level(self) -> Iterator[tuple[int, dict[int, Work]]]:
         """Levels with something waiting, oldest version first."""
-        for version in sorted(self.levels):
-            if self.levels[version]:
-                yield version, self.levels[version]
+        for floor in sorted(self.levels):
+            yield floor, self.levels[floor]
 
     def lift(self, work: Work) -> None:
         """Take a trajectory from wherever it is; what the instance still does with it no longer counts."""
         if work.phase is Phase.QUEUED:
             self.evaluations.pop(work.tid, None)
-            level = self.levels.get(work.version)
+            level = self.levels.get(work.floor)
             if level is not None and level.pop(work.tid, None) is not None and not level:
-                del self.levels[work.version]
+                del self.levels[work.floor]
         elif work.instance is not None:
             instance = self.instances[work.instance]
             del instance.held[work.tid]
+            instance.ages[work.version] -= 1
+            if not instance.ages[work.version]:
+                del instance.ages[work.version]
             instance.leaving -= work.phase is Phase.LEAVING
             instance.evaluations -= work.evaluation
             work.instance = None
@@ -189,8 +199,8 @@ class Board:
     def route(self, work: Work, instance: Instance) -> None:
         self.lift(work)
         work.phase, work.instance = Phase.RUNNING, instance.info.index
-        work.floor = max(work.floor, work.version)
         instance.held[work.tid] = work
+        instance.ages[work.version] = instance.ages.get(work.version, 0) + 1
         instance.evaluations += work.evaluation
         self._say(Route, instance, work.tid, work.context_tokens)
 
@@ -199,6 +209,7 @@ class Board:
         instance.leaving += 1
         self.interrupts += 1
         self._say(Interrupt, instance, work.tid, -work.context_tokens)
+        work.interrupted_by = instance.pending[-1][0]
 
     def abort(self, work: Work) -> None:
         """Stop what an instance still does for a trajectory that is given up; lifts it."""

@@ -44,6 +44,8 @@ class Coordinator:
         cost_model: CostModel,
         instances: Sequence[InstanceInfo],
     ) -> None:
+        if settings.filter_zero_variance and protocol.group_size < 2:
+            raise ValueError("filter_zero_variance with group_size = 1: a single reward never varies; switch it off")
         self._policy = make_policy(settings)
         self._settings, self._ledger = settings, protocol
         self._board = Board(instances)
@@ -113,17 +115,19 @@ class Coordinator:
 
     # ---- facts: trajectories --------------------------------------------------------------------------------------
 
-    def returned(self, tid: int, tokens: int, v_traj: int | None = None) -> None:
+    def returned(self, tid: int, tokens: int, v_traj: int | None = None, command: int | None = None) -> None:
         """An interrupted trajectory is back in the trajectory server with this many response tokens.
 
         `v_traj` is the version that its payload says it was started at, which may be newer than what was reserved.
+        `command` is the id of the Interrupt that it answers: needed only where a transport may repeat the fact so late
+        that the trajectory is being interrupted again.
         """
         work = self._works.get(tid)
-        if work is None or work.phase is not Phase.LEAVING:
+        if work is None or work.phase is not Phase.LEAVING or command not in (None, work.interrupted_by):
             return
         self._board.lift(work)
         work.tokens = tokens
-        work.floor = max(work.floor, work.version if v_traj is None else v_traj)
+        work.floor = max(work.floor, -1 if v_traj is None else v_traj)
         self._board.enqueue(work)
 
     def finished(self, tid: int, tokens: int, v_traj: int, segments: int) -> None:

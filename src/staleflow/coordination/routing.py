@@ -33,13 +33,13 @@ class _Fleet:
             heapq.heapify(heap)
         self.versions = sorted(self._heaps)
 
-    def best(self, version: int, context_tokens: int) -> Instance | None:
+    def best(self, version: int, context_tokens: int, fresh: bool) -> Instance | None:
         """The best instance of this version that takes the trajectory; one that is full leaves the heap."""
         heap = self._heaps[version]
         while heap:
             instance = heap[0][2]
             if self._routing.fits(instance, context_tokens, self._desk):
-                return instance if self._routing.worth(instance, context_tokens, self._desk) else None
+                return instance if self._routing.worth(instance, context_tokens, self._desk, fresh) else None
             heapq.heappop(heap)
         return None
 
@@ -58,12 +58,12 @@ class _Scored:
     def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
         return True
 
-    def worth(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+    def worth(self, instance: Instance, context_tokens: int, desk: Desk, fresh: bool) -> bool:
         return True
 
     def __call__(self, desk: Desk) -> None:
         board = desk.board
-        if not (board.evaluations or board.levels or desk.offers):
+        if not (board.evaluations or board.levels or self._may_begin(desk)):
             return
         fleet = _Fleet(self, desk)
         budget = desk.settings.max_routes_per_cycle
@@ -76,15 +76,20 @@ class _Scored:
                 return  # strict: what is younger waits
         self._begin(fleet, desk, budget)
 
+    def _may_begin(self, desk: Desk) -> bool:
+        """Is there a prompt that the books would admit? What the newest version may not begin, no older one may."""
+        newest = max((i.spec_version for i in desk.board.instances.values()), default=-1)
+        return bool(desk.offers) and newest >= 0 and desk.ledger.can_reserve(newest, desk.offers[0].group_id)
+
     def _resume(self, fleet: _Fleet, desk: Desk, waiting: Iterable[Work]) -> int:
         """Place waiting trajectories until the first that finds no instance; returns how many."""
         routed = 0
         for work in waiting:
-            floor = max(work.floor, work.version)
-            version = self._place(fleet, (v for v in fleet.versions if v >= floor), work.context_tokens)
+            admissible = (v for v in fleet.versions if v >= work.floor)  # noqa: B023  # consumed at once
+            version = self._place(fleet, admissible, work.context_tokens, False)
             if version is None:
                 break
-            instance = fleet.best(version, work.context_tokens)
+            instance = fleet.best(version, work.context_tokens, False)
             assert instance is not None
             desk.board.route(work, instance)
             fleet.used(version)
@@ -101,19 +106,19 @@ class _Scored:
             if not group.placed and not desk.may_begin(desk):
                 return
             admitted = (v for v in newest_first if desk.ledger.can_reserve(v, group.group_id))
-            version = self._place(fleet, admitted, group.prompt_tokens)
+            version = self._place(fleet, admitted, group.prompt_tokens, True)
             if version is None:
                 return
-            instance = fleet.best(version, group.prompt_tokens)
+            instance = fleet.best(version, group.prompt_tokens, True)
             assert instance is not None
             if not desk.start(group, instance):
                 return
             fleet.used(version)
             budget -= 1
 
-    def _place(self, fleet: _Fleet, versions: Iterable[int], context_tokens: int) -> int | None:
+    def _place(self, fleet: _Fleet, versions: Iterable[int], context_tokens: int, fresh: bool) -> int | None:
         """The first version with an instance that takes the trajectory."""
-        return next((v for v in versions if fleet.best(v, context_tokens) is not None), None)
+        return next((v for v in versions if fleet.best(v, context_tokens, fresh) is not None), None)
 
 
 class Balanced(_Scored):
@@ -139,13 +144,28 @@ class MarginalGain(LeastLoaded):
     def score(self, instance: Instance, desk: Desk) -> float:
         return desk.cost.gain(instance.n, instance.kv_tokens, 0.0)
 
-    def worth(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+    def worth(self, instance: Instance, context_tokens: int, desk: Desk, fresh: bool) -> bool:
         ideal = desk.cost.throughput(1, context_tokens)
         return desk.cost.gain(instance.n, instance.kv_tokens, context_tokens) >= desk.settings.mu * ideal
+
+
+class Urgency(LeastLoaded):
+    """Least step time; a new prompt does not slow stragglers that the next step waits for by more than `slowdown`."""
+
+    def score(self, instance: Instance, desk: Desk) -> float:
+        return -desk.cost.step_s(instance.n + 1, instance.kv_tokens)
+
+    def worth(self, instance: Instance, context_tokens: int, desk: Desk, fresh: bool) -> bool:
+        due = instance.due(desk.ledger.version - desk.ledger.eta)
+        if not (due and fresh):
+            return True
+        alone = desk.cost.step_s(due, instance.kv_tokens * due / instance.n)
+        return desk.cost.step_s(instance.n + 1, instance.kv_tokens + context_tokens) <= desk.settings.slowdown * alone
 
 
 ROUTINGS: dict[str, type[_Scored]] = {
     "balanced": Balanced,
     "least_loaded": LeastLoaded,
     "marginal_gain": MarginalGain,
+    "urgency": Urgency,
 }

@@ -24,6 +24,10 @@ class CoordinationSettings:
     phi_throughput: float = 5.0
     kv_threshold: float = 0.6
     kv_limit: float = 0.95
+    slowdown: float = 1.25
+    moves: int = 8
+    ratio: float = 1.1
+    crit: int = 0
     partial_rollout: bool = True
     filter_zero_variance: bool = False
     max_filter_rounds: int = 10

@@ -50,12 +50,17 @@ class Paper(_EachLagging):
 
 
 class WhenDrained:
-    """All together, and only when nothing is being generated: the barrier of `sync` and `one_step`."""
+    """All together, and only when nothing is being generated: the barrier of `sync` and `one_step`.
+
+    After a loss the barrier yields: to an instance without parameters, and to a trajectory that no instance may hold.
+    """
 
     def __call__(self, desk: Desk) -> bool:
         told = False
+        newest = max((i.spec_version for i in desk.board.instances.values()), default=-1)
+        stranded = min(desk.board.levels, default=-1) > newest
         for instance in list(desk.lagging()):
-            if not desk.unfinished:
+            if not desk.unfinished or stranded or instance.spec_version < 0:
                 desk.board.pull(instance, desk.published)
                 told = True
         return told
