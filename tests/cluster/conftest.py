@@ -35,10 +35,14 @@ max_model_len = 128
 """
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """They take minutes and change the machine's network: run only when asked for by name."""
+    asked_for = "cluster" in config.option.markexpr or any("cluster" in argument for argument in config.args)
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+            if not asked_for:
+                item.add_marker(pytest.mark.skip(reason="make test-cluster runs it"))
 
 
 class Cluster:

@@ -25,6 +25,8 @@ from typing import Any
 
 import msgspec
 
+from staleflow.observe.nvtx import open_ranges
+
 GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT = "generate", "reward", "pack", "train", "push", "pull", "wait"
 VERBS = (GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT)
 MAIN, TRAJECTORIES = "main", "trajectories"
@@ -54,6 +56,8 @@ class Spans:
         self.on = directory is not None
         self._notes: deque[tuple[Any, ...]] = deque(maxlen=_CAPACITY)
         self._state: tuple[str, int, dict[str, Any]] | None = None
+        self.ranges = open_ranges()  # the same for a profiler, if one started this process
+        self._state_range: Any = None
         self._dropped = 0
         self._written = 0
         self._stop = threading.Event()
@@ -89,6 +93,9 @@ class Spans:
         if self._state is not None:
             before, start_ns, with_args = self._state
             self._note(("x", before, MAIN, start_ns, now_ns - start_ns, with_args))
+            self.ranges.end(self._state_range)
+        if name is not None:
+            self._state_range = self.ranges.start(name, args.get("version", 0))
         self._state = None if name is None else (name, now_ns, args)
 
     def counter(self, name: str, **series: float) -> None:
@@ -144,10 +151,12 @@ class Block:
         self._spans, self._name, self._track, self._args = spans, name, track, args
 
     def __enter__(self) -> dict[str, Any]:
+        self._spans.ranges.push(self._name, self._args.get("version", 0))
         self._start_ns = time.perf_counter_ns()
         return self._args
 
     def __exit__(self, *_: object) -> None:
+        self._spans.ranges.pop()
         self._spans.complete(self._name, self._start_ns, time.perf_counter_ns(), self._track, **self._args)
 
 
