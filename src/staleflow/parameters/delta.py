@@ -30,6 +30,8 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> Bytes | None:
 def apply(target: Bytes, payload: Bytes) -> None:
     """Change `target` in place. RuntimeError, and nothing changed, when a place lies outside."""
     count = payload.nbytes // CHANGE_BYTES
+    if count == 0:
+        return
     changes = torch.from_numpy(payload)
     places, words = changes[: 4 * count].view(torch.int32), changes[4 * count :].view(torch.bfloat16)
     ops.delta_apply(torch.from_numpy(target).view(torch.bfloat16), places, words)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,19 +94,37 @@ class Publisher:
         the group's members in errors. `transport` replaces `broadcast` over `group`; then `trainer` is this rank's
         number among the trainers. Raises ValueError when the parameters are not those of the manifest.
         """
+        self._broadcast = partial(
+            Broadcast,
+            manifest=manifest,
+            bucket_bytes=bucket_bytes,
+            delta=delta,
+            timeout_s=timeout_s,
+            on_lost=self._fail,
+        )
         if transport is None:
             if group is None:
                 raise ValueError("a publisher needs a group (transport broadcast) or a transport")
             trainer = list(trainer_ranks_in_group).index(group.rank())
-            transport = Broadcast(
-                group, manifest, trainer_ranks_in_group, bucket_bytes,
-                delta=delta, names=names, timeout_s=timeout_s, on_lost=self._fail,
-            )  # fmt: skip
+            transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names)
         self.stats = PublishStats()
         self._on_done = on_done
         self._transport = transport
         self._staging = Staging(parameters, manifest, trainer or 0)
         self._state = _State()
+        self._start()
+
+    def regroup(
+        self, group: ProcessGroup, trainer_ranks_in_group: Sequence[int] = (0,), *, names: Sequence[str] = ()
+    ) -> None:
+        """After a failure: go on over a group without the lost member. What was staged is published again, in full."""
+        self._transport.break_off()
+        self._thread.join()
+        self._transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names)
+        self._state.failure = None
+        self._start()
+
+    def _start(self) -> None:
         self._fresh = True
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from staleflow.parameters.store import NO_VERSION, NodeStore, Reading, StoreError
+from staleflow.parameters.store import NO_VERSION, StoreError
 
 POLL_S = 0.01
 GAVE_UP = -2
@@ -32,6 +32,28 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; False when running requests hold some."""
+
+
+class Reading(Protocol):
+    """One version while it is read."""
+
+    @property
+    def version(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, full tensor)."""
+
+    def valid(self) -> bool:
+        """Asked after the last copy: whether all of it was of this version."""
+
+
+class Source(Protocol):
+    """Where versions come from: `NodeStore`, `DirectSource` or `FileSource`."""
+
+    def newest(self) -> int | None: ...
+
+    def read(self, version_min: int = 0, *, exactly: int | None = None) -> Reading:
+        """Begin to read; StoreError when that version is not to be had."""
 
 
 class PullError(RuntimeError):
@@ -54,7 +76,7 @@ class PullResult:
 class Puller:
     """One per rollout rank. `agree(n)` is the minimum of n over the tp ranks of the instance (a collective)."""
 
-    def __init__(self, store: NodeStore, engine: Engine, agree: Callable[[int], int] = lambda n: n) -> None:
+    def __init__(self, store: Source, engine: Engine, agree: Callable[[int], int] = lambda n: n) -> None:
         self.store = store
         self.engine = engine
         self._agree = agree
@@ -95,10 +117,13 @@ class Puller:
     def _load(self, version: int) -> bool:
         """Copy one version into the engine; whether it stayed whole until the last copy was complete."""
         try:
-            reading: Reading = self.store.read(exactly=version)
+            reading = self.store.read(exactly=version)
         except StoreError:
             return False
-        self.engine.load_weights(reading.tensors())
+        try:
+            self.engine.load_weights(reading.tensors())
+        except Exception as error:
+            raise PullError(f"version {version} was not loaded: {error}", torn=True) from error
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return reading.valid()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ def own_rows(index: int, tensor: torch.Tensor, trainer: int) -> Rows:
     if not isinstance(tensor, DTensor):
         return Rows(index, 0, rows if trainer == 0 else 0)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, ShardPlacement)]
-    if len(sharded) > 1 or any(tensor.placements[dim].dim != 0 for dim in sharded) or coordinate is None:
+    sharded = {dim: p.dim for dim, p in enumerate(tensor.placements) if isinstance(p, ShardPlacement)}
+    if len(sharded) > 1 or any(dim != 0 for dim in sharded.values()) or coordinate is None:
         raise ValueError(f"placements {tensor.placements} cannot be published: shard along dimension 0 (fully_shard)")
     if any(coordinate[dim] != 0 for dim in range(mesh.ndim) if dim not in sharded):
         return Rows(index, 0, 0)  # another replica publishes it
@@ -55,6 +55,11 @@ class Staging:
             for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True)
         ]
         self._done: torch.cuda.Event | None = None
+
+    def tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, the rows staged here), in host memory."""
+        for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True):
+            yield manifest.entries[part.entry].name, self._part(manifest, part, offset).cpu()
 
     def _part(self, manifest: Manifest, part: Rows, offset: int) -> torch.Tensor:
         entry = manifest.entries[part.entry]

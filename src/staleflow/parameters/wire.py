@@ -60,6 +60,17 @@ class Message:
     to: str
 
 
+@dataclass
+class Agreement:
+    """An all-gather on its way; its tensors must live as long."""
+
+    work: Work
+    mine: torch.Tensor
+    rows: list[torch.Tensor]
+    ask_at_s: float
+    ask_every_s: float
+
+
 class Wire:
     """One member's end of a publish group. All calls but `stop` come from one thread."""
 
@@ -69,13 +80,16 @@ class Wire:
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
+        data_group: ProcessGroup | None = None,
     ) -> None:
+        """`data_group`: another group of the same members for `broadcast` (NCCL); everything else goes over Gloo."""
         self.rank, self.size = group.rank(), group.size()
         self.names = list(names) or [f"member {rank}" for rank in range(self.size)]
         if len(self.names) != self.size:
             raise ValueError(f"{len(self.names)} names for a publish group of {self.size}: {self.names}")
         self.timeout_s = timeout_s
         self._group: Any = group
+        self._data_group: Any = data_group or group
         self._on_lost = on_lost
         self._stopping = threading.Event()
         self._pending: Message | None = None
@@ -103,27 +117,40 @@ class Wire:
 
         Raises PeerLostError when a member dies meanwhile, StoppedError after `stop`.
         """
+        agreement = self.enter(row)
+        while (rows := self.poll(agreement)) is None:
+            pass
+        return rows
+
+    def enter(self, row: Sequence[int]) -> Agreement:
+        """Begin to agree; this member is ready from now on."""
         mine = torch.zeros(ROW_WORDS, dtype=torch.int64)
         mine[: len(row)] = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.zeros(ROW_WORDS, dtype=torch.int64) for _ in range(self.size)]
         work = self._attempt("agreement", lambda: self._group.allgather(rows, mine, IDLE_LIMIT))
-        begin, ask_after_s = time.monotonic(), ASK_AFTER_S
-        while not work.is_completed():
-            if self._stopping.is_set():
-                raise StoppedError("stopped while waiting for the publish group")
-            if time.monotonic() - begin > ask_after_s:
-                ask_after_s += min(ask_after_s, ASK_EVERY_S)
-                self._require_all()
-            try:
-                work.wait(SLICE)
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._lost("agreement", error) from error
-        self._attempt("agreement", work.wait)
-        return [gathered.tolist() for gathered in rows]
+        return Agreement(work, mine, rows, time.monotonic() + ASK_AFTER_S, ASK_AFTER_S)
 
-    def broadcast(self, data: Bytes, root: int) -> None:
+    def poll(self, agreement: Agreement) -> list[list[int]] | None:
+        """Wait for an agreement for a moment (`SLICE`); what each member said, or None. Errors as in `agree`."""
+        if self._stopping.is_set():
+            raise StoppedError("stopped while waiting for the publish group")
+        try:
+            agreement.work.wait(SLICE)
+        except RuntimeError as error:
+            if agreement.work.is_completed():
+                raise self._lost("agreement", error) from error
+            self._ask(agreement)
+            return None
+        return [gathered.tolist() for gathered in agreement.rows]
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Send `data` from `root` to all members (in place), within the time limit."""
+        limit = timedelta(seconds=self.timeout_s)
+        what = f"broadcast from {self.names[root]}"
+        self._attempt(what, lambda: self._data_group.broadcast(data, root, limit).wait())
+
+    def tell(self, data: Bytes, root: int) -> None:
+        """Like `broadcast`, for bytes in host memory and over the group itself."""
         limit = timedelta(seconds=self.timeout_s)
         what = f"broadcast from {self.names[root]}"
         self._attempt(what, lambda: self._group.broadcast(torch.from_numpy(data), root, limit).wait())
@@ -153,7 +180,12 @@ class Wire:
         """Names of the members whose connection is closed; asked by a one-byte message that nobody reads."""
         return [self.names[rank] for rank in range(self.size) if rank != self.rank and not self._answers(rank)]
 
-    def _require_all(self) -> None:
+    def _ask(self, agreement: Agreement) -> None:
+        """In a long wait, now and then, see whether everybody is still there."""
+        if time.monotonic() < agreement.ask_at_s:
+            return
+        agreement.ask_every_s = min(2 * agreement.ask_every_s, ASK_EVERY_S)
+        agreement.ask_at_s = time.monotonic() + agreement.ask_every_s
         if peers := self.lost():
             raise PeerLostError(f"{self.names[self.rank]}: waiting for the publish group", peers)
 
