@@ -136,11 +136,11 @@ class Wire:
             raise StoppedError("stopped while waiting for the publish group")
         try:
             agreement.work.wait(SLICE)
-        except RuntimeError as error:
-            if agreement.work.is_completed():
-                raise self._lost("agreement", error) from error
-            self._ask(agreement)
-            return None
+        except RuntimeError:  # the slice is over, or it failed, or it completed just after the slice was over
+            if not agreement.work.is_completed():
+                self._ask(agreement)
+                return None
+            self._attempt("agreement", agreement.work.wait)
         return [gathered.tolist() for gathered in agreement.rows]
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:

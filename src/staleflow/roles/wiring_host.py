@@ -117,7 +117,7 @@ def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
     inboxes: dict[int, deque[m.ToHost]] = {n: deque() for n in range(len(job.plan.nodes))}
     observer = Observer(
         job.config,
-        open_view(job.config.observe.live, console),
+        open_view(_live_mode(job), console),
         MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard),
     )
     role = build_coordinator(job.config, job.plan, lambda n, message: inboxes[n].append(message), observer)
@@ -127,6 +127,12 @@ def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
     assert outcome is not None
     observer.finish(outcome.status, outcome.reason)
     return outcome.code
+
+
+def _live_mode(job: Job) -> str:
+    """mpirun gives its ranks a terminal of its own making: no place to draw on."""
+    mode = job.config.observe.live
+    return "never" if mode == "auto" and job.info.launcher in ("openmpi", "mpich", "pmix") else mode
 
 
 def _loop(job: Job, node: _Node, role: CoordinatorRole, inbox: deque[m.ToHost], observer: Observer) -> None:
