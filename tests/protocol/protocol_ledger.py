@@ -11,7 +11,7 @@ from itertools import combinations
 
 @dataclass
 class Ledger:
-    """Predicts every answer of a StalenessProtocol with the same settings; O(outstanding log outstanding) a question."""
+    """Predicts every answer of a StalenessProtocol with the same settings; O(n log n) a question."""
 
     batch_groups: int
     group_size: int
