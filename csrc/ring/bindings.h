@@ -47,5 +47,6 @@ inline void copy_bytes(uint8_t* to, const void* from, uint64_t bytes) {
 }
 
 void bind_arena(py::module_& module);
+void bind_loops(py::module_& module);
 
 }  // namespace staleflow

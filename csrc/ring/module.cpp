@@ -288,5 +288,6 @@ PYBIND11_MODULE(_ring, module) {
   module.add_object("Record", py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(record_type())));
   bind_ring(module);
   bind_arena(module);
+  bind_loops(module);
   module.def("wait_any", wait_any, py::arg("rings"), py::arg("timeout_s"));
 }

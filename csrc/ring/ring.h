@@ -96,6 +96,7 @@ class Ring {
   uint64_t capacity() const { return capacity_; }
   uint64_t max_record() const { return capacity_ / 8; }
   uint64_t unreleased() const { return ends_.size(); }
+  uint64_t next_sequence() const { return next_sequence_; }  // of the next record staged; known once claimed
   uint64_t run_id() const { return header_->run_id; }
   uint8_t* data() const { return data_; }
   uint64_t spin_ns = 10000;  // how long a wait looks before it sleeps
