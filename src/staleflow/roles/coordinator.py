@@ -30,6 +30,7 @@ from staleflow.roles.evaluations import Evaluations
 from staleflow.trajectories.schema import group_and_member
 
 Send = Callable[[int, m.ToHost], None]  # (node, message)
+FAILURE_SETTLES_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ class CoordinatorRole:
         self._generated: dict[int, Generated] = {}
         self._rewards: dict[int, float] = {}
         self._holder: dict[int, int] = {}  # tid -> node with a partial payload
+        self._copies: dict[int, set[int]] = {}  # tid -> nodes that were sent a copy of its payload
         self._next_group = start_version * config.staleness.batch_groups
         self._training: StepPlan | None = None
         self._step_done: dict[int, m.StepDone] = {}
         self._final_evaluation = False
+        self._failure: tuple[str, float] | None = None  # what, since when
         self._last_cycle_s = self._progress_s = time.monotonic()
         self._step_began_s = self._progress_s
 
@@ -123,10 +126,12 @@ class CoordinatorRole:
             case m.Payload(tid=tid, node=target):
                 self._send(target, message)
                 self._holder[tid] = target
+                self._copies.setdefault(tid, set()).add(target)
             case m.Lost(rank=rank, reason=reason):
                 self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
             case m.Failed(rank=rank, error=error):
-                self.fail(f"rank {rank} ({self._role_of(rank)}) failed: {error}")
+                # It may have failed because another has died: give the news of that a moment to arrive.
+                self._failure = self._failure or (f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
             case m.StopRequested(rank=rank, signal=number):
                 self.stop(number, f"signal {number} at rank {rank} ({self._role_of(rank)})")
 
@@ -237,6 +242,7 @@ class CoordinatorRole:
         if not tids:
             return
         nodes = {node for tid in tids for node in self._known_on.get(group_and_member(tid)[0], ())}
+        nodes |= {node for tid in tids for node in self._copies.pop(tid, ())}
         for node in nodes:
             self._send(node, m.Forget(list(tids)))
         for tid in tids:
@@ -368,6 +374,8 @@ class CoordinatorRole:
 
     def _watch(self, now_s: float) -> None:
         """Nothing is waited for without a limit; the error names who was waited for."""
+        if self._failure is not None and now_s - self._failure[1] > FAILURE_SETTLES_S:
+            self.fail(self._failure[0])
         limit_s = self._c.fault.start_timeout_s if self._waiting_ready else self._c.fault.no_progress_s
         if now_s - self._progress_s < limit_s:
             return
