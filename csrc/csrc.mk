@@ -2,7 +2,7 @@
 PY ?= .venv/bin/python
 CXX ?= g++
 NVCC ?= $(shell command -v nvcc 2>/dev/null)
-CLANGXX ?= $(shell command -v clang++ 2>/dev/null)
+CLANGXX ?= $(firstword $(foreach c,clang++ $(addprefix clang++-,21 20 19 18 17 16 15 14),$(shell command -v $(c) 2>/dev/null)))
 FUZZ_S ?= 20
 
 NATIVE := build/native

@@ -34,7 +34,7 @@ class Plan:
     @property
     def count(self) -> int:
         """Micro-batches of each rank."""
-        return self.tokens.shape[1]
+        return int(self.tokens.shape[1])
 
     @property
     def efficiency(self) -> float:
