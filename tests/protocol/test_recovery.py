@@ -99,10 +99,22 @@ def lost_job(path: Path, seed: int) -> tuple[Observer, dict, int, set[tuple[int,
         journal.compact(mark)
     journal.commit()
     journal.close()
-    everything = {(life.group_id, life.member) for life in observer.lives if life.finished is not None}
+    last = {(life.group_id, life.member): life for life in observer.lives}
+    everything = {key for key, life in last.items() if life.finished is not None}
     durable = everything if rng.random() < 0.5 else {key for key in everything if rng.random() < 0.8}
     recovered = recover(read(path, RUN), mark.state, lambda group_id, member: (group_id, member) in durable)
     return observer, mark.state, checkpoint_time, durable, recovered, rng
+
+
+def test_what_was_generated_but_not_yet_rewarded_is_not_generated_again(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path / "journal", RUN, StalenessProtocol(1, 2, 1))
+    mark = journal.mark()
+    journal.protocol.reserve(0, 0, 0)
+    journal.protocol.reserve(0, 1, 0)
+    journal.commit()
+    journal.close()
+    recovered = recover(read(tmp_path / "journal", RUN), mark.state, lambda group_id, member: member == 0)
+    assert recovered.protocol.members(0) == {0: (0, False)}
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 40) for first in (0, 40, 80)])

@@ -49,8 +49,8 @@ def recover(contents: Contents, checkpoint: dict[str, Any], durable: Callable[[i
     Args:
         contents: of the journal, see `journal.read`.
         checkpoint: the protocol state in the checkpoint (for a run without one: the journal's base).
-        durable: whether the payload of the finished trajectory (group, member) can still be read, from the spool or
-            from the checkpoint.
+        durable: whether the finished payload of the trajectory (group, member) can be read, from the spool or from the
+            checkpoint; also asked of those that were generated but not rewarded.
 
     Raises:
         JournalError: journal and checkpoint are not of one run, or the journal does not fit its base.
@@ -111,8 +111,8 @@ def _keep(
     for member, (version, done) in members.items():
         if version > start.version or (complete and not done):
             continue  # from weights that are gone, or a spare that its group no longer needs
-        if done and durable(group_id, member):
-            kept[member] = (version, True)
+        if durable(group_id, member):  # also when its reward was not known yet
+            kept[member] = (version, done)
         elif (group_id, member) in held and not start.members(group_id)[member][1]:
             kept[member] = (version, False)
     return kept
