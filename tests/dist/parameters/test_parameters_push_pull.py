@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from parameters_world import MANIFEST, SHAPES, Context, DictEngine, World, weights
 from torch import nn
-from world import MANIFEST, SHAPES, Context, DictEngine, World, weights
 
 from staleflow.parameters.publish import Publisher
 from staleflow.parameters.pull import Puller

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -49,9 +48,11 @@ class World:
 
     def __init__(self, functions: Sequence[Callable[[Context], None]]) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, len(functions), True, TIMEOUT, wait_for_workers=False)
-        # The server imports torch once and forks the ranks: an import in each would cost more than the tests themselves.
+        # The server imports torch once and forks the ranks: an import in each would cost more than the tests.
         fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "numpy"])
+        fork.set_forkserver_preload(
+            ["torch.distributed.fsdp", "torch.distributed.tensor", "staleflow.parameters.publish"]
+        )
         self.results = fork.Queue()
         self.token = f"sftest-{os.getpid()}-{self._store.port}"
         self.processes = [
@@ -78,9 +79,9 @@ class World:
     def signal(self, what: str) -> None:
         self._store.set(what, b"1")
 
-    def told(self, count: int, seconds: float = 90) -> list[tuple[int, Any]]:
-        """The next `count` reports; a rank's exception fails the test with its traceback."""
-        reports = []
+    def told(self, count: int, seconds: float = 90, ends: bool = False) -> list[tuple[int, Any]]:
+        """The next `count` reports (with `ends`, a rank's end is one); a rank's exception fails the test."""
+        reports: list[tuple[int, Any]] = []
         deadline = time.monotonic() + seconds
         while len(reports) < count:
             try:
@@ -89,7 +90,8 @@ class World:
                 raise AssertionError(f"{len(reports)} of {count} reports after {seconds} s: {reports}") from None
             if isinstance(value, BaseException | _Failure):
                 raise AssertionError(f"rank {rank} failed:\n{value}")
-            reports.append((rank, value))
+            if ends or value != _END:
+                reports.append((rank, value))
         return reports
 
     def finish(self, seconds: float = 90) -> dict[int, list[Any]]:
@@ -97,7 +99,7 @@ class World:
         found: dict[int, list[Any]] = {rank: [] for rank in range(len(self.processes))}
         ended = 0
         while ended < len(self.processes):
-            rank, value = self.told(1, seconds)[0]
+            rank, value = self.told(1, seconds, ends=True)[0]
             if value == _END:
                 ended += 1
             else:
@@ -142,9 +144,3 @@ class DictEngine:
     def has(self, version: int) -> bool:
         wanted = weights(version)
         return all(torch.equal(self.weights[name], tensor) for name, tensor in wanted.items())
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
