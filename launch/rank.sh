@@ -26,6 +26,7 @@ if (umask 077 && mkdir -p "$cache") 2>/dev/null; then
     export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$cache/vllm}
     export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$cache/cuda}
 fi
+export PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # models are local folders; compute nodes often have no way out
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -121,6 +121,17 @@ def test_a_second_server_of_the_process_is_guarded_too(server, context):
     second.close()
 
 
+def test_closing_leaves_nothing_that_keeps_the_context_open():
+    context = zmq.Context()
+    server = server_socket(context, SECRET, "lo")
+    member = client_socket(context, SECRET, server.address, b"host1")
+    member.send(b"hello")
+    assert receive(server.socket) == [b"host1", b"hello"]
+    member.close()
+    server.close()
+    context.term()  # waits for every socket
+
+
 def test_an_unknown_interface_or_a_taken_port_is_named(server):
     with pytest.raises(LaunchError, match="interface=nonet7"):
         server_socket(server.socket.context, SECRET, "nonet7")

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from staleflow.config import Config, ConfigError
-from staleflow.jobs.bootstrap import own_address, port_is_free
-from staleflow.jobs.env import ADDRESS, LaunchError, LaunchInfo, port_of_job
+from staleflow.jobs.bootstrap import own_address
+from staleflow.jobs.env import ADDRESS, LaunchError, LaunchInfo
 from staleflow.jobs.plan import plan, spread
 
 SHM = Path("/dev/shm")
@@ -156,19 +156,15 @@ def numa_node(bus_id: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> str:
     return path.read_text().strip() if path.exists() else "?"
 
 
-def check_network(info: LaunchInfo | None) -> Iterator[Finding]:
-    """The job's interface, and the port that the job would meet on."""
+def check_network(info: LaunchInfo) -> Iterator[Finding]:
+    """The job's interface, and the meeting place, which `check_rendezvous` has let pass before anybody used it."""
     try:
-        address = own_address()
+        yield Finding(True, "interface", f"{own_address()} of {socket.gethostname()}")
     except LaunchError as error:
         yield Finding(False, "interface", str(error))
-        return
-    lonely = f"{address} of {socket.gethostname()}"
-    yield Finding(True, "interface", lonely)
-    if info is not None and info.launcher == "slurm" and info.rank == 0 and info.job_id:
-        port = info.rendezvous[1] if info.rendezvous else port_of_job(info.job_id)
-        free = port_is_free(address, port)
-        yield Finding(free, "port", f"{port} {'free' if free else 'in use'}", "" if free else "set another MASTER_PORT")
+    if info.rendezvous is not None and info.rank == 0:
+        host, port = info.rendezvous
+        yield Finding(True, "meeting place", f"{host}:{port} is rank 0's own, and the port was free")
 
 
 def listening(pid: int | None = None) -> list[str]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="staleflow doctor", description="Check machine, cluster and leftovers.")
     parser.add_argument("config", nargs="?", help="also check what this config needs")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         config = load(arguments.config, arguments.overrides) if arguments.config else None
         info = detect_here()

@@ -159,6 +159,7 @@ class Server:
         """Close the socket; messages on their way get LINGER_MS to leave."""
         self.refused()
         self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self.socket.close()
         if self._gate is not None:
             self._gate.stop()

@@ -144,7 +144,7 @@ def submit(job: JobScript, config: Config) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 submitted or printed, 2 refused."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
         config = load(arguments.config, arguments.overrides)
         job = _job(arguments, config)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from staleflow.config import Config, Source
 from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.cost_model import DEFAULT, load_cost_model
 from staleflow.coordination.ledger import make_ledger
-from staleflow.data.prompts import DataSettings, Dataset, Prompt, PromptSource
+from staleflow.data.prompts import Dataset, DataSettings, Prompt, PromptSource
 from staleflow.data.tokenizer import load_tokenizer
 from staleflow.jobs import rings, runtime
 from staleflow.jobs.runtime import Job
@@ -27,12 +28,15 @@ from staleflow.roles.coordinator import CoordinatorRole
 from staleflow.roles.devicelink import DeviceLink
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.host import Host, HostSettings
+from staleflow.roles.hostlink import CoordinatorLink, Gate, HostLinks
 from staleflow.roles.observer import Observer
 from staleflow.trajectories.arena import Arena
 from staleflow.trajectories.ring import segment_name
 from staleflow.trajectories.server import TrajectoryServer
 
 VIEW_EVERY_S = 0.25
+FAILED = 1
+log = logging.getLogger(__name__)
 
 
 def play_host(job: Job, console: TextIO) -> int:
@@ -71,7 +75,7 @@ class _Node:
         job.post(f"store/{job.me.node}", self._store.name if self._store else None)
         group = job.group("publish", job.plan.trainers + job.plan.relays)
         self._relay = self._start_relay(job, group, manifest)
-        rings.unlink_when_mapped(job, self._unlink)
+        self._unmapped = rings.Unmapped(job)
 
     def _start_relay(self, job: Job, group: Any, manifest: Manifest) -> Relay | None:
         if self._store is None:
@@ -86,6 +90,12 @@ class _Node:
             timeout_s=job.config.fault.collective_timeout_s,
             on_error=self.host.on_relay_error,
         )
+
+    def turn(self, inbox: Sequence[m.ToHost]) -> None:
+        """The host's turn. While the device ranks are starting: look whether all have mapped what is shared."""
+        self.host.turn(inbox)
+        if self._unmapped.waiting and not self._unmapped.look():
+            self._unlink()
 
     def _unlink(self) -> None:
         for link in self.host.links:
@@ -114,15 +124,26 @@ def _audit(job: Job) -> Callable[[bytes], None] | None:
 
 def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
     runtime.write_run_files(job)
-    inboxes: dict[int, deque[m.ToHost]] = {n: deque() for n in range(len(job.plan.nodes))}
+    inbox: deque[m.ToHost] = deque()
     observer = Observer(
         job.config,
         open_view(_live_mode(job), console),
         MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard),
     )
-    role = build_coordinator(job.config, job.plan, lambda n, message: inboxes[n].append(message), observer)
+    links = HostLinks(job) if len(job.plan.nodes) > 1 else None
+
+    def send(n: int, message: m.ToHost) -> None:
+        if n == 0 or links is None:
+            inbox.append(message)
+        else:
+            links.send(n, message)
+
+    role = build_coordinator(job.config, job.plan, Gate(send), observer)
     job.watch_signals()
-    _loop(job, node, role, inboxes[0], observer)
+    _loop(job, node, role, inbox, observer, links)
+    if links is not None:
+        log.info("links between hosts: %s", links.counters)
+        links.close()
     outcome = role.outcome
     assert outcome is not None
     observer.finish(outcome.status, outcome.reason)
@@ -135,13 +156,23 @@ def _live_mode(job: Job) -> str:
     return "never" if mode == "auto" and job.info.launcher in ("openmpi", "mpich", "pmix") else mode
 
 
-def _loop(job: Job, node: _Node, role: CoordinatorRole, inbox: deque[m.ToHost], observer: Observer) -> None:
+def _loop(
+    job: Job,
+    node: _Node,
+    role: CoordinatorRole,
+    inbox: deque[m.ToHost],
+    observer: Observer,
+    links: HostLinks | None,
+) -> None:
     """Host and coordinator by turns until the run has ended and every rank of this node has left."""
     viewed_s = 0.0
     while role.outcome is None:
-        node.host.turn(_drained(inbox))
+        node.turn(_drained(inbox))
         now_s = time.monotonic()
-        role.turn([(0, message) for message in _drained(node.outbox)], now_s)
+        elsewhere = links.receive() if links is not None else []
+        role.turn([*((0, message) for message in _drained(node.outbox)), *elsewhere], now_s)
+        if links is not None and links.failure is not None:
+            role.fail(links.failure)
         if job.signal:
             _stop_by_signal(job, node, role)
         if now_s - viewed_s > VIEW_EVERY_S:
@@ -149,7 +180,7 @@ def _loop(job: Job, node: _Node, role: CoordinatorRole, inbox: deque[m.ToHost], 
             observer.refresh(now_s, role.waited_for())
         if not inbox:
             node.host.wait()
-    node.host.turn(_drained(inbox))
+    node.turn(_drained(inbox))
     _see_off(job, node)
 
 
@@ -165,14 +196,33 @@ def _see_off(job: Job, node: _Node) -> None:
     """Go on draining until the device ranks have gone or posted that they leave, for half the grace time at most."""
     deadline_s = time.monotonic() + job.config.fault.stop_grace_s / 2
     while time.monotonic() < deadline_s:
-        node.host.turn(())
+        node.turn(())
         if all(job.posted(f"left/{d.rank}") or not job.alive(d.rank) for d in job.plan.devices_of(job.me.node)):
             return
         time.sleep(0.02)
 
 
 def _serve(job: Job, node: _Node) -> int:
-    raise RuntimeError(f"rank {job.rank}: jobs over several nodes need the link between hosts, which is not there yet")
+    """Any host but rank 0's: its turns, and its coordinator at the other end of a link, until that says stop."""
+    link = CoordinatorLink(job)
+    job.watch_signals()
+    told = False
+    while node.host.stopping is None:
+        node.turn(link.receive())
+        if job.signal and not told:
+            told = True
+            link.send(m.StopRequested(job.rank, job.signal))
+        for message in _drained(node.outbox):
+            link.send(message)
+        if link.failure is not None:
+            node.turn([m.Stop(FAILED, link.failure)])
+        node.host.wait()
+    _see_off(job, node)
+    link.close()
+    stop = node.host.stopping
+    if link.failure is not None:
+        raise RuntimeError(stop.reason)
+    return stop.code
 
 
 def _drained(queue: deque[Any]) -> list[Any]:
