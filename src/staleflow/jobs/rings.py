@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from staleflow.jobs.plan import RankPlan
 from staleflow.jobs.runtime import Job
@@ -51,12 +52,21 @@ def attach_rings(job: Job) -> tuple[Ring, Ring]:
     return down, up
 
 
-def unlink_when_mapped(job: Job, unlink: Callable[[], None]) -> None:
-    """Host: once every device rank of the node has mapped what it shares, remove the names."""
-    for device in job.plan.devices_of(job.me.node):
-        who = f"rank {device.rank} ({device.role})"
-        job.read(f"mapped/{device.rank}", job.config.fault.start_timeout_s, who)
-    unlink()
+class Unmapped:
+    """Host: the device ranks of the node that have not mapped yet what it shares with them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.waiting = {device.rank for device in job.plan.devices_of(job.me.node)}
+        self._looked_s = 0.0
+
+    def look(self) -> set[int]:
+        """Who is still missing; asks the store at most every 0.1 s. Empty: the names can be removed."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > 0.1:
+            self._looked_s = now_s
+            self.waiting = {rank for rank in self.waiting if not self._job.posted(f"mapped/{rank}")}
+        return self.waiting
 
 
 def _name(job: Job, device: RankPlan, way: str) -> str:

@@ -123,6 +123,7 @@ def _audit(job: Job) -> Callable[[bytes], None] | None:
 
 
 def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
+    job.watch_signals()  # from here on every end is an ordered one, with a summary
     runtime.write_run_files(job)
     inbox: deque[m.ToHost] = deque()
     observer = Observer(
@@ -139,7 +140,6 @@ def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
             links.send(n, message)
 
     role = build_coordinator(job.config, job.plan, Gate(send), observer)
-    job.watch_signals()
     _loop(job, node, role, inbox, observer, links)
     if links is not None:
         log.info("links between hosts: %s", links.counters)
