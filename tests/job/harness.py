@@ -42,7 +42,9 @@ class Task:
 
 def _toml(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join("{" + ", ".join(f"{k} = {_toml(v)}" for k, v in item.items()) + "}" for item in value) + "]"
+        return (
+            "[" + ", ".join("{" + ", ".join(f"{k} = {_toml(v)}" for k, v in item.items()) + "}" for item in value) + "]"
+        )
     return json.dumps(value) if not isinstance(value, bool) else str(value).lower()
 
 
@@ -92,7 +94,9 @@ class Job:
 
     def shm_left(self) -> set[str]:
         """New names in shared memory since the job was started that carry this run's name or vLLM's mark."""
-        return {name for name in _shm() - self.shm_before if "-test-" in name or name.startswith(("staleflow-", "vllm"))}
+        return {
+            name for name in _shm() - self.shm_before if "-test-" in name or name.startswith(("staleflow-", "vllm"))
+        }
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -101,7 +105,15 @@ class Job:
 def start(task: Task, run_root: Path, *, launcher: tuple[str, ...] = (), **changes: Any) -> Job:
     """`staleflow run configs/demo.toml …`, alone or under a launcher's command line."""
     overrides = task.overrides(run_root, **changes)
-    command = [*launcher, *([] if launcher else [sys.executable]), "-m", "staleflow", "run", "configs/demo.toml", *overrides]
+    command = [
+        *launcher,
+        *([] if launcher else [sys.executable]),
+        "-m",
+        "staleflow",
+        "run",
+        "configs/demo.toml",
+        *overrides,
+    ]
     environment = os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

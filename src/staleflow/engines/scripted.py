@@ -98,4 +98,3 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._running.clear()
-

@@ -12,16 +12,19 @@ def describe(config: Config, plan: JobPlan) -> str:
     """The text that `staleflow plan` prints."""
     s = config.staleness
     lines = [
-        f"{config.run.name}: {plan.world_size} ranks on {len(plan.nodes)} node(s); policy {config.coordination.policy}, "
-        f"eta {s.eta}, {s.batch_groups} groups x {s.group_size} a step",
+        f"{config.run.name}: {plan.world_size} ranks on {len(plan.nodes)} node(s); "
+        f"policy {config.coordination.policy}, eta {s.eta}, {s.batch_groups} groups x {s.group_size} a step",
     ]
     for n, node in enumerate(plan.nodes[:SHOWN_NODES]):
-        lines.append(f"{node.name}  shared memory {_mib(plan.shm_bytes(n))} for rings and arena, and two versions of the model")
+        memory = f"shared memory {_mib(plan.shm_bytes(n))} for rings and arena, and two versions of the model"
+        lines.append(f"{node.name}  {memory}")
         lines += [f"  rank {r.rank:<4} {_role(r)}" for r in plan.ranks if r.node == n]
     if len(plan.nodes) > SHOWN_NODES:
         lines.append(f"… and {len(plan.nodes) - SHOWN_NODES} more nodes alike (--json has all)")
     lines.append("groups")
-    lines += [f"  {g.name:<12} ranks {_ranges(g.ranks)}{'  (their own world)' if g.default else ''}" for g in plan.groups]
+    for group in plan.groups:
+        own = "  (their own world)" if group.default else ""
+        lines.append(f"  {group.name:<12} ranks {_ranges(group.ranks)}{own}")
     lines.append(f"relays  ranks {_ranges(plan.relays)} land each version in their node's store")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Start all ranks on this machine: `staleflow run` without a launcher. torchrun starts them, this process looks after it.
+"""Start all ranks on this machine: `staleflow run` without a launcher. torchrun starts them, this one looks after it.
 
 The exit code tells how it ended: 0 completed, 130 Ctrl-C, 143 SIGTERM, 1 failed, 2 refused.
 """

@@ -131,7 +131,8 @@ def plan(config: Config, world: Sequence[Node]) -> JobPlan:
         for i in range(config.rollout.instances)
     ]
     groups = (Group("trainers", trainers, default=True), *instances, Group("publish", trainers + relays))
-    return JobPlan(tuple(world), ranks, groups, relays, _trainer_rings(config), _rollout_rings(config), _arena(config))
+    rings = _trainer_rings(config), _rollout_rings(config)
+    return JobPlan(tuple(world), ranks, groups, relays, *rings, _arena(config))
 
 
 def _assign(config: Config, world: Sequence[Node]) -> tuple[RankPlan, ...]:

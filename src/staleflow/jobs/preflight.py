@@ -20,7 +20,7 @@ def check(config: Config) -> None:
 def _model_faults(config: Config) -> Iterator[str]:
     path = Path(config.model.path)
     if not path.is_dir():
-        yield f"model.path = {str(path)!r}: no such directory; download or make the model first (the demo: make demo-model)"
+        yield f"model.path = {str(path)!r}: no such directory; download the model first (the demo's: make demo-model)"
         return
     for needed, what in (("config.json", "its config.json"), ("*.safetensors", "a *.safetensors file")):
         if not any(path.glob(needed)):
@@ -49,4 +49,4 @@ def _data_faults(config: Config) -> Iterator[str]:
 def _missing(key: str, sources: tuple[Source, ...]) -> Iterator[str]:
     for source in sources:
         if not source.path.exists():
-            yield f"{key} = {str(source.path)!r}: no such file; give the path of a JSONL or Parquet file or a data set folder"
+            yield f"{key} = {str(source.path)!r}: no such file; give a JSONL or Parquet file or a data set folder"

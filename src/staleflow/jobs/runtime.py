@@ -164,7 +164,8 @@ def start(config: Config, info: LaunchInfo, rendezvous: tuple[str, int], *, serv
     try:
         raw = dist.TCPStore(host, port, info.world_size, serves_store, timeout, wait_for_workers=False)
     except Exception as error:
-        raise StartError(f"rank {info.rank}: no store at {host}:{port} within {timeout.total_seconds():.0f} s") from error
+        limit = f"{timeout.total_seconds():.0f} s"
+        raise StartError(f"rank {info.rank}: no store at {host}:{port} within {limit}") from error
     os.environ.setdefault("MASTER_ADDR", host)
     os.environ.setdefault("MASTER_PORT", str(port))
     store = dist.PrefixStore(f"staleflow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", raw)
@@ -201,7 +202,8 @@ def _read_world(store: Any, timeout: timedelta, rank: int) -> dict[str, Any]:
     try:
         store.wait(["world"], timeout)
     except Exception as error:
-        raise StartError(f"rank {rank}: rank 0 did not publish the world within {timeout.total_seconds():.0f} s") from error
+        limit = f"{timeout.total_seconds():.0f} s"
+        raise StartError(f"rank {rank}: rank 0 did not publish the world within {limit}") from error
     return dict(json.loads(store.get("world")))
 
 

@@ -71,7 +71,8 @@ def advantages_of(
             )
             row[:] = [reward + float(p) for reward, p in zip(row, penalties, strict=True)]
     values = ADVANTAGES[algorithm.advantage](table)
-    return {tid: float(v) for members, row in zip(tids, values, strict=True) for tid, v in zip(members, row, strict=True)}
+    flat = [tid for members in tids for tid in members]
+    return {tid: float(value) for tid, value in zip(flat, values.reshape(-1), strict=True)}
 
 
 def plan_step(

@@ -5,9 +5,10 @@ waits for     nothing: `turn` is called by rank 0's loop
 unblocked by  -
 produces      commands, train steps, forgets and stops for the hosts; metrics and the live view
 
-A run: instances join and Pull the start version that the trainers publish; prompts are offered as the protocol has room;
-whenever the trainers are free and the protocol is READY a step is planned and sent. After the last step the last version
-is evaluated (if asked for), then everybody is told to leave. A loss, a signal or no progress lead to the same end.
+A run: instances join and Pull the start version that the trainers publish; prompts are offered as the protocol has
+room; whenever the trainers are free and the protocol is READY a step is planned and sent. After the last step the last
+version is evaluated (if asked for), then everybody is told to leave. A loss, a signal or no progress lead to the same
+end.
 """
 
 from __future__ import annotations

@@ -86,9 +86,7 @@ class Observer:
         """Give the view the present state; cheap enough for every cycle."""
         a = self._accounts
         instances = tuple(
-            InstanceState(
-                s.instance, s.version, s.running, s.waiting, s.kv_tokens / s.kv_capacity_tokens if s.kv_capacity_tokens else 0.0
-            )
+            InstanceState(s.instance, s.version, s.running, s.waiting, s.kv_tokens / max(1, s.kv_capacity_tokens))
             for s in sorted(a.engines.values(), key=lambda s: s.instance)
         )
         self._view.update(
