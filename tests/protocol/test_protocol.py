@@ -240,3 +240,20 @@ def test_the_protocol_needs_neither_torch_nor_anything_else_that_is_heavy() -> N
     code = "import sys, staleflow.protocol; print(sorted({'torch', 'numpy', 'zmq', 'vllm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, 3, 900, 4, -7, 10**15, 901, 6], list(range(40, 0, -3)), [2**40 * i for i in range(9)]]
+)
+def test_ids_may_come_in_any_order(ids: list[int]) -> None:
+    protocol = StalenessProtocol(len(ids), 2, 0)
+    for group_id in ids:
+        assert protocol.reserve(group_id, 0, 0)
+    for group_id in ids:
+        assert protocol.reserve(group_id, 1, 0)
+        protocol.check()
+    finish(protocol, *reversed(ids))
+    assert protocol.consume() == ids[::-1]
+    for group_id in ids:
+        with pytest.raises(ProtocolError, match="used before"):
+            protocol.reserve(group_id, 0, 1)

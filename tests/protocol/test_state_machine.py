@@ -37,7 +37,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def version(self, lag: int) -> int:
         return max(0, self.pair.protocol.version - lag)
 
-    @rule(lag=st.integers(0, 6), data=st.data(), gap=st.sampled_from((0, 0, 0, 2)))
+    @rule(lag=st.integers(0, 6), data=st.data(), gap=st.sampled_from((0, 0, 0, 2, 3, 500)))
     def reserve_a_new_group(self, lag: int, gap: int, data: st.DataObject) -> None:
         before = self.pair.protocol.dump()
         member = data.draw(st.sampled_from(self.pair.members))

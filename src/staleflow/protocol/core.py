@@ -28,6 +28,7 @@ from staleflow.protocol import snapshot, view
 from staleflow.protocol.errors import NotReady, ProtocolError
 from staleflow.protocol.group import Group
 from staleflow.protocol.intervals import IdIntervals
+from staleflow.protocol.near import NearGroups
 
 REASONS = ("redundant", "surplus", "filtered", "failed", "aborted", "stale")
 MAX_ID = 2**63 - 1
@@ -56,6 +57,7 @@ class StalenessProtocol:
         "_finished",
         "_finished_count",
         "_groups",
+        "_near",
         "_released_groups",
         "_released_trajectories",
         "_reserved_groups",
@@ -98,6 +100,7 @@ class StalenessProtocol:
         self._version = start_version
         self._bits = {member: 1 << member for member in range(group_size + spare_members)}
         self._groups: dict[int, Group] = {}  # outstanding groups, in the order of their first reservation
+        self._near = NearGroups()  # a short cut to most of them
         self._used = IdIntervals()
         # Per deadline class i (deadline c+i): finished group ids, earliest finished first, and the slack at t = c+i.
         self._finished: list[dict[int, None]] = [{} for _ in range(eta + 1)]
@@ -139,24 +142,31 @@ class StalenessProtocol:
         Raises:
             ProtocolError: `version` is ahead of the trainer, `member` is out of range, or `group_id` was used before.
         """
+        near = self._near
         try:
             bit = self._bits[member]
-        except KeyError:
-            bit = 0
-        if not bit or version > self._version:
+            place = group_id - near.base
+        except (KeyError, TypeError):
+            raise self._bad_reservation(group_id, member, version) from None
+        if version > self._version:
             raise self._bad_reservation(group_id, member, version)
-        if group_id not in self._groups:
-            return self._open(group_id, bit, version)
-        group = self._groups[group_id]
+        group = near.groups[place] if 0 <= place < len(near.groups) else None
+        if group is None:
+            group = self._groups.get(group_id)
+            if group is None:
+                return self._open(group_id, bit, version)
         if group.reserved & bit:
             return True
         if version != group.version or group.versions is not None:
             return self._join(group, member, bit, version)
         group.reserved |= bit
+        group.running |= bit
         self._reserved_trajectories += 1
         return True
 
     def _bad_reservation(self, group_id: int, member: int, version: int) -> ProtocolError:
+        if not isinstance(group_id, int):
+            return ProtocolError(f"a group id is a 64-bit int, got {group_id!r}")
         if member not in self._bits:
             return ProtocolError(
                 f"member {member} of group {group_id} is not in [0, {len(self._bits)}): group_size + spare_members"
@@ -187,9 +197,10 @@ class StalenessProtocol:
         self._groups[group_id] = group = Group()
         group.version = version
         group.reserved = bit
-        group.done = 0
+        group.running = bit
         group.missing = self.group_size
         group.versions = None
+        self._near.add(group_id, group, len(self._groups))
         for i in self._ahead[first]:
             slack[i] -= 1
         self._reserved_groups += 1
@@ -232,14 +243,18 @@ class StalenessProtocol:
         Raises:
             ProtocolError: the trajectory is not reserved, or was occupied before.
         """
+        near = self._near
         try:
-            group = self._groups[group_id]
+            place = group_id - near.base
+            group = near.groups[place] if 0 <= place < len(near.groups) else None
+            if group is None:
+                group = self._groups[group_id]
             bit = self._bits[member]
-        except KeyError:
+        except (KeyError, TypeError):
             return self._occupied_late(group_id, member)
-        if not bit & group.reserved or bit & group.done or not group.missing:
+        if not bit & group.running or not group.missing:
             return self._occupied_late(group_id, member)
-        group.done |= bit
+        group.running ^= bit
         group.missing -= 1
         if group.missing:
             return False
@@ -263,7 +278,7 @@ class StalenessProtocol:
             return False  # it finished while the abort that followed its group's end was on its way
         if group is None or not bit & group.reserved:
             raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be occupied")
-        if bit & group.done:
+        if not bit & group.running:
             raise ProtocolError(f"member {member} of group {group_id} was occupied before")
         group.remove(member, bit)
         self._released_trajectories["redundant"] += 1
@@ -294,7 +309,7 @@ class StalenessProtocol:
         bit = self._bits.get(member, 0)
         if not bit & group.reserved:
             raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be released")
-        if not group.missing and bit & group.done:
+        if not group.missing and not bit & group.running:
             raise ProtocolError(f"member {member} is part of the complete group {group_id}; release the whole group")
         if group.reserved == bit:
             self._drop(group_id, group, reason)
@@ -313,6 +328,7 @@ class StalenessProtocol:
             del self._finished[place][group_id]
             self._finished_count -= 1
         del self._groups[group_id]
+        self._near.remove(group_id)
         self._shift_slack(place, self.eta + 1, 1)
         self._released_groups[reason] += 1
         self._released_trajectories[reason] += group.reserved.bit_count()
@@ -377,7 +393,8 @@ class StalenessProtocol:
             taken = list(islice(finished, self.batch_groups - len(batch)))
             deque(map(finished.__delitem__, taken), 0)
             for group_id, group in zip(taken, map(self._groups.pop, taken), strict=True):
-                if group.reserved != group.done:
+                self._near.remove(group_id)
+                if group.running:
                     self._release_spares(group_id, group)
             self._shift_slack(place, self.eta + 1, len(taken))
             batch += taken
@@ -386,7 +403,7 @@ class StalenessProtocol:
 
     def _release_spares(self, group_id: int, group: Group) -> None:
         """The group is consumed while spare members still run: nobody needs them any more."""
-        spares = group.reserved & ~group.done
+        spares = group.running
         self.dropped += [(group_id, member, "redundant") for member, bit in self._bits.items() if bit & spares]
         self._released_trajectories["redundant"] += spares.bit_count()
 
@@ -405,6 +422,7 @@ class StalenessProtocol:
         """c += 1: every class comes one step nearer, and the places of the step just taken are gone."""
         places = self.batch_groups + self.spare_groups
         self._version += 1
+        self._near.trim()
         self._finished.append(self._finished.pop(0))
         self._slack = [slack - places for slack in self._slack[1:]]
         self._slack.append(places * (self.eta + 1) - len(self._groups))
@@ -468,7 +486,7 @@ class StalenessProtocol:
         if group is None:
             return {}
         pairs = ((member, bit) for member, bit in self._bits.items() if bit & group.reserved)
-        return {member: (group.version_of(member), bool(bit & group.done)) for member, bit in pairs}
+        return {member: (group.version_of(member), not bit & group.running) for member, bit in pairs}
 
     # ---- persistence and self-check ------------------------------------------------------------------------------
 

@@ -5,16 +5,16 @@ class Group:
     """Members are bits. Made blank and filled in by who makes it: a constructor would double the cost of reserve().
 
     version: the group's version, the oldest V_traj of its members (of its finished ones, once it is complete).
-    reserved, done: the members that are outstanding, and those of them that are finished.
+    reserved, running: the members that are outstanding, and those of them that are unfinished.
     missing: finished members that it still needs; 0 is complete.
     versions: V_traj by member, or None while every reserved member has the group's own (the usual case).
     """
 
-    __slots__ = ("done", "missing", "reserved", "version", "versions")
+    __slots__ = ("missing", "reserved", "running", "version", "versions")
 
     version: int
     reserved: int
-    done: int
+    running: int
     missing: int
     versions: dict[int, int] | None
 
@@ -24,12 +24,14 @@ class Group:
             self.spell_out()[member] = version
             self.version = min(self.version, version)
         self.reserved |= bit
+        self.running |= bit
 
     def remove(self, member: int, bit: int) -> None:
         """Forget a member; the version is left to `refresh_version`, because a complete group keeps its own."""
-        self.reserved &= ~bit
-        if self.done & bit:
-            self.done &= ~bit
+        self.reserved ^= bit
+        if self.running & bit:
+            self.running ^= bit
+        else:
             self.missing += 1
         if self.versions is not None:
             del self.versions[member]
@@ -45,7 +47,7 @@ class Group:
         `versions` is spelled out even where all are equal, so that reserve() sees that the group is no usual case.
         """
         versions = self.spell_out()
-        self.version = min(version for member, version in versions.items() if self.done >> member & 1)
+        self.version = min(version for member, version in versions.items() if not self.running >> member & 1)
 
     def version_of(self, member: int) -> int:
         """V_traj of a reserved member."""

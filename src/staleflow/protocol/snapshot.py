@@ -65,6 +65,7 @@ def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
         if group_id in protocol._groups or not 0 <= protocol._class_of(group) <= protocol.eta:
             raise ValueError(f"group {group_id} occurs twice or is outside the staleness window")
         protocol._groups[group_id] = group
+        protocol._near.add(group_id, group, len(protocol._groups))
         protocol._shift_slack(protocol._class_of(group), protocol.eta + 1, -1)
     for group_id in state["finished"]:
         protocol._finished[protocol._class_of(protocol._groups[group_id])][group_id] = None
@@ -74,12 +75,12 @@ def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
 def _load_group(protocol: StalenessProtocol, members: list[list[int]]) -> Group:
     group = Group()
     group.version = members[0][1]
-    group.reserved = 0
+    group.reserved = group.running = 0
     group.versions = None
     for member, version, _ in members:
         group.add(member, protocol._bits[member], version)
-    group.done = sum(protocol._bits[member] for member, _, finished in members if finished)
-    group.missing = protocol.group_size - group.done.bit_count()
+    group.running ^= sum(protocol._bits[member] for member, _, finished in members if finished)
+    group.missing = protocol.group_size - sum(bool(finished) for _, _, finished in members)
     if protocol.spare_members and not group.missing:
         group.keep_done()
     return group
@@ -108,10 +109,16 @@ def _check_groups(protocol: StalenessProtocol) -> None:
     for group_id, group in protocol._groups.items():
         where = f"group {group_id} at version {protocol.version}"
         _expect(group_id in protocol._used, "exactly once", f"{where} is outstanding but its id is not marked as used")
+        near = (
+            protocol._near.groups[max(0, group_id - protocol._near.base) :][:1]
+            if group_id >= protocol._near.base
+            else []
+        )
+        _expect(near in ([], [None], [group]), "exactly once", f"the short cut leads past {where}")
         _expect(group.reserved > 0, "conservation", f"{where} has no member")
-        _expect(group.done & ~group.reserved == 0, "conservation", f"{where} has finished members without a place")
+        _expect(group.running & ~group.reserved == 0, "conservation", f"{where} has running members without a place")
         _expect(group.reserved < 1 << len(protocol._bits), "conservation", f"{where} has more members than allowed")
-        left = protocol.group_size - group.done.bit_count()
+        left = protocol.group_size - (group.reserved ^ group.running).bit_count()
         _expect(group.missing == left >= 0, "conservation", f"{where} misses {left} members, not {group.missing}")
         versions = [v for v, done in protocol.members(group_id).values() if done or group.missing]
         _expect(group.version == min(versions), "monotony", f"{where} is not as old as its oldest member")
