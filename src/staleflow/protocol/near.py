@@ -1,8 +1,8 @@
 """Outstanding groups in a list by id, beside the dict that holds them all: the hot path's short cut to a group.
 
-In a dict of a million groups, a lookup in random order misses the cache three times before it reaches the group; here it
-misses once. Runs hand out their ids in rising order, so that nearly every group is found here. A short cut only: what
-it does not have is looked up in the dict.
+In a dict of a million groups, a lookup in random order misses the cache three times before it reaches the group; here
+it misses once. Runs hand out their ids in rising order, so that nearly every group is found here. A short cut only:
+what it does not have is looked up in the dict.
 """
 
 from staleflow.protocol.group import Group
@@ -28,6 +28,11 @@ class NearGroups:
         elif place > 0 or not groups:
             self.base = group_id
             groups[:] = [group]
+
+    def find(self, group_id: int) -> Group | None:
+        """What reserve() and occupy() find; they spell it out, for speed."""
+        place = group_id - self.base
+        return self.groups[place] if 0 <= place < len(self.groups) else None
 
     def remove(self, group_id: int) -> None:
         """Forget a group that is outstanding no more."""

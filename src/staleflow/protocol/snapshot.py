@@ -109,12 +109,7 @@ def _check_groups(protocol: StalenessProtocol) -> None:
     for group_id, group in protocol._groups.items():
         where = f"group {group_id} at version {protocol.version}"
         _expect(group_id in protocol._used, "exactly once", f"{where} is outstanding but its id is not marked as used")
-        near = (
-            protocol._near.groups[max(0, group_id - protocol._near.base) :][:1]
-            if group_id >= protocol._near.base
-            else []
-        )
-        _expect(near in ([], [None], [group]), "exactly once", f"the short cut leads past {where}")
+        _expect(protocol._near.find(group_id) in (None, group), "exactly once", f"the short cut leads past {where}")
         _expect(group.reserved > 0, "conservation", f"{where} has no member")
         _expect(group.running & ~group.reserved == 0, "conservation", f"{where} has running members without a place")
         _expect(group.reserved < 1 << len(protocol._bits), "conservation", f"{where} has more members than allowed")
