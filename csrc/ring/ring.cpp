@@ -20,6 +20,9 @@ void copy_text(char* to, size_t room, const std::string& text) {
 
 std::string read_text(const char* from, size_t room) { return std::string(from, strnlen(from, room)); }
 
+// The byte whose lock a side's holder has: the first of its Side.
+uint64_t lock_byte(Role role) { return offsetof(RingHeader, producer) + (role == Role::producer ? 0 : sizeof(Side)); }
+
 const char* name_of(Role role) { return role == Role::producer ? "producer" : "consumer"; }
 
 Role other(Role role) { return role == Role::producer ? Role::consumer : Role::producer; }
@@ -115,8 +118,7 @@ void Ring::claim(Role role) {
 
 void Ring::take_side(Role role) {
   Side& mine = side(role);
-  const uint64_t lock_byte = offsetof(RingHeader, producer) + (role == Role::producer ? 0 : sizeof(Side));
-  if (!segment_->try_lock_byte(lock_byte) && holder_lives(role))
+  if (!segment_->try_lock_byte(lock_byte(role)) && holder_lives(role))
     throw RingError("ring '" + segment_->name() + "' already has a " + describe(role, mine));
   ProcessId self = this_process();
   copy_text(mine.label, sizeof mine.label, label_);
@@ -139,6 +141,7 @@ void Ring::close(const std::string& reason) {
     if (!half(role).claimed) continue;
     copy_text(side(role).reason, sizeof side(role).reason, reason);
     side(role).closed.store(1, std::memory_order_seq_cst);
+    segment_->unlock_byte(lock_byte(role));
   }
   ring_bell(header_->consumer_bell);
   ring_bell(header_->producer_bell);
@@ -174,8 +177,7 @@ void Ring::look_at_peer(Role own) {
   ProcessId holder = holder_of(side(peer));
   if (holder.pid == 0) return;
   Life life = life_of(holder);
-  const uint64_t lock_byte = offsetof(RingHeader, producer) + (peer == Role::producer ? 0 : sizeof(Side));
-  if (life == Life::unknown) life = segment_->byte_is_locked_elsewhere(lock_byte) ? Life::alive : Life::dead;
+  if (life == Life::unknown) life = segment_->byte_is_locked_elsewhere(lock_byte(peer)) ? Life::alive : Life::dead;
   half(own).peer_dead = life == Life::dead;
   half(own).dead_peer = holder;
 }

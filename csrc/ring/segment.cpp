@@ -142,21 +142,31 @@ void Segment::prefault() {
   for (uint64_t at = 0; at < bytes_; at += page) *static_cast<volatile uint8_t*>(data_ + at) = 0;
 }
 
-bool Segment::try_lock_byte(uint64_t offset) {
+namespace {
+
+struct flock one_byte(uint64_t offset, short type) {
   struct flock range {};
-  range.l_type = F_WRLCK;
+  range.l_type = type;
   range.l_whence = SEEK_SET;
   range.l_start = static_cast<off_t>(offset);
   range.l_len = 1;
+  return range;
+}
+
+}  // namespace
+
+bool Segment::try_lock_byte(uint64_t offset) {
+  struct flock range = one_byte(offset, F_WRLCK);
   return fcntl(descriptor_, F_OFD_SETLK, &range) == 0;
 }
 
+void Segment::unlock_byte(uint64_t offset) {
+  struct flock range = one_byte(offset, F_UNLCK);
+  if (fcntl(descriptor_, F_OFD_SETLK, &range) != 0) throw SegmentError(with_errno("cannot unlock " + name_));
+}
+
 bool Segment::byte_is_locked_elsewhere(uint64_t offset) const {
-  struct flock range {};
-  range.l_type = F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = static_cast<off_t>(offset);
-  range.l_len = 1;
+  struct flock range = one_byte(offset, F_WRLCK);
   if (fcntl(descriptor_, F_OFD_GETLK, &range) != 0) throw SegmentError(with_errno("cannot probe the lock of " + name_));
   return range.l_type != F_UNLCK;
 }

@@ -32,6 +32,7 @@ class Segment {
   void unlink();
   // Byte-range locks on this open file: what a process cannot take with it when it is killed.
   bool try_lock_byte(uint64_t offset);
+  void unlock_byte(uint64_t offset);
   bool byte_is_locked_elsewhere(uint64_t offset) const;
 
   uint8_t* data() const { return data_; }

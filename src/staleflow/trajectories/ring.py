@@ -75,4 +75,4 @@ def segment_name(job: str, run_id: int, what: str) -> str:
     Characters that a file name should not have become ``_``.
     """
     parts = [SEGMENT_PREFIX, str(os.getuid()), job, f"{run_id:x}", what]
-    return "-".join(re.sub(r"[^A-Za-z0-9_.+]", "_", part) for part in parts)
+    return "-".join(re.sub(r"[^A-Za-z0-9_.+-]", "_", part) for part in parts)
