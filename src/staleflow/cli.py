@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="staleflow", description="Asynchronous RL post-training as one SPMD job.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="run a job; under a launcher: as one of its ranks")
+    run.add_argument("--resume", choices=("never", "auto", "must"), help="go on from the last checkpoint of the run")
     run.set_defaults(do=_run)
     plan = verbs.add_parser("plan", help="print who would do what, without starting anything")
     plan.add_argument("--nodes", type=int, default=1, help="nodes the device ranks are spread over")
@@ -68,13 +69,15 @@ _OTHERS = {
     "simulate": "simulate policies on a workload",
     "calibrate": "measure the cost model of an instance",
     "report": "one HTML page about a run",
+    "export": "write a checkpoint as a Hugging Face model",
 }
 
 
 def _run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from staleflow.jobs.entry import run
 
-    return run(parsed.config, parsed.overrides, arguments)
+    overrides = [*parsed.overrides, *([f"checkpoint.resume={parsed.resume}"] if parsed.resume else [])]
+    return run(parsed.config, overrides, arguments)
 
 
 def _plan(parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:

@@ -133,6 +133,13 @@ def retain(run_dir: Path, keep: int) -> list[Path]:
     return gone
 
 
+def set_aside_newer(run_dir: Path, place: Path) -> list[Path]:
+    """Checkpoints after `place`, which the run goes on from, are of a history that is given up."""
+    found = complete(run_dir)
+    newer = found[found.index(place) + 1 :] if place in found else []
+    return [path.rename(path.with_name(f"undone-{path.name}")) for path in newer]
+
+
 def abandon(folder: Path) -> None:
     """Remove what was written of a checkpoint that failed."""
     shutil.rmtree(folder, ignore_errors=True)

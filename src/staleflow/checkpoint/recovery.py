@@ -174,6 +174,10 @@ def _resume(config: Config, place: Path | None, attempt: int, nodes: int) -> Res
     _require_known(members, prompt_of, kept)
     _write_survivors(config, attempt, kept, spooled, nodes)
     journal = _journal(config, ledger)
+    if place is not None:
+        notes += [
+            f"{path.name} is of a history that is given up" for path in layout.set_aside_newer(config.run_dir, place)
+        ]
     _remove_old_segments(layout.spool_dir(config.run_dir), attempt)
     return Resume(
         version=state["version"],
@@ -199,7 +203,7 @@ def _initial(config: Config) -> dict[str, Any]:
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What has to stay as it is when a run goes on."""
-    return {"coordination.policy": config.coordination.policy} | {
+    return {"coordination.policy": config.coordination.policy, "run.seed": config.run.seed} | {
         f"staleness.{name}": value for name, value in config.staleness.model_dump().items()
     }
 

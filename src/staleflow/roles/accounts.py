@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from staleflow.roles.messages import Probe, Snapshot
+
+_LASTING = (
+    "rewards", "trained_trajectories", "trained_tokens", "trainer_busy_s", "publish_wait_s", "segments_max",
+)  # fmt: skip
 
 
 @dataclass
@@ -26,6 +31,8 @@ class Accounts:
     segments_max: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0
+    earlier_s: float = 0.0  # of earlier attempts, which this one has resumed
+    earlier_generated_tokens: int = 0
     engines: dict[int, Snapshot] = field(default_factory=dict)
     busy_at_begin: dict[int, float] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
@@ -39,7 +46,7 @@ class Accounts:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(s.generated_tokens for s in self.engines.values())
+        return self.earlier_generated_tokens + sum(s.generated_tokens for s in self.engines.values())
 
     def tokens_per_s(self, now_s: float) -> float:
         """Generated tokens per second over the last few seconds."""
@@ -67,6 +74,9 @@ class Accounts:
             del self._probes[old]
 
     def wall_s(self, now_s: float) -> float:
+        return self.earlier_s + self._attempt_s(now_s)
+
+    def _attempt_s(self, now_s: float) -> float:
         return max(1e-9, (self.ended_s or now_s) - self.began_s)
 
     def trainer_idle_fraction(self, now_s: float) -> float:
@@ -74,7 +84,23 @@ class Accounts:
 
     def rollout_busy_fraction(self, now_s: float) -> float:
         busy = [s.busy_s - self.busy_at_begin[i] for i, s in self.engines.items()]
-        return min(1.0, sum(busy) / (len(busy) * self.wall_s(now_s))) if busy else 0.0
+        return min(1.0, sum(busy) / (len(busy) * self._attempt_s(now_s))) if busy else 0.0
+
+    def dump(self, now_s: float) -> dict[str, Any]:
+        """What a resumed run counts on from; JSON-able."""
+        return {
+            **{name: getattr(self, name) for name in _LASTING},
+            "ages": sorted(self.ages.items()),
+            "discarded": dict(self.discarded),
+            "earlier_s": self.wall_s(now_s) if self.began_s else self.earlier_s,
+            "earlier_generated_tokens": self.generated_tokens,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a `dump()`."""
+        for name in (*_LASTING, "earlier_s", "earlier_generated_tokens"):
+            setattr(self, name, state[name])
+        self.ages, self.discarded = Counter(dict(state["ages"])), Counter(state["discarded"])
 
     def reward_ends(self) -> tuple[float | None, float | None]:
         """Mean reward of the first and of the last tenth of the steps."""

@@ -31,6 +31,12 @@ class Generated:
         return self.prompt_tokens + self.tokens
 
 
+def canonical(batch: Batch, prompt_index: Mapping[int, int]) -> Batch:
+    """The batch in the order of its prompts and members, so that a sum over it depends on what it holds alone."""
+    groups = sorted(batch.groups, key=lambda group: prompt_index[group[0]])
+    return Batch(batch.step, tuple((group_id, tuple(sorted(tids))) for group_id, tids in groups))
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """`ranks[r]` = the micro-batches of the r-th trainer rank, each a list of tids; equally many on all ranks."""

@@ -7,30 +7,36 @@ produces      commands, train steps, forgets and stops for the hosts; metrics an
 
 A run: instances join and Pull the start version that the trainers publish; prompts are offered as the protocol has
 room; whenever the trainers are free and the protocol is READY a step is planned and sent. After the last step the last
-version is evaluated (if asked for), then everybody is told to leave. A loss, a signal or no progress lead to the same
-end.
+version is evaluated (if asked for), then everybody is told to leave. A loss or no progress lead to the same end; a
+signal or a stop file too, after a checkpoint (`stopping`). Between two steps a checkpoint may be taken
+(`checkpointing`).
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from staleflow.checkpoint.recovery import Resume, settings_of
 from staleflow.config import Config
 from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.types import EVAL_GROUP_BASE, InstanceInfo
-from staleflow.data.prompts import Prompt
+from staleflow.data.prompts import Prompt, PromptSource
 from staleflow.jobs.plan import JobPlan
+from staleflow.jobs.stop import STOPPED, StopWatch
 from staleflow.roles import messages as m
 from staleflow.roles.accounts import Accounts
-from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, plan_step
+from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, canonical, plan_step
+from staleflow.roles.checkpointing import Books, Checkpointing
 from staleflow.roles.evaluations import Evaluations
+from staleflow.roles.stopping import OrderedStop
 from staleflow.trajectories.schema import group_and_member
 
-Send = Callable[[int, m.ToHost], None]  # (node, message)
+CHECKPOINT_SHARE = 0.6  # of the grace time: what a checkpoint may take; the rest is for leaving
 FAILURE_SETTLES_S = 1.0
 
 
@@ -51,13 +57,14 @@ class CoordinatorRole:
         config: Config,
         job_plan: JobPlan,
         core: Coordinator,
-        prompts: Iterator[Prompt],
+        prompts: PromptSource,
         evaluations: Evaluations | None,
-        send: Send,
+        books: Books,
+        watch: StopWatch,
         observer: Any,
         start_version: int = 0,
     ) -> None:
-        self._c, self._plan, self.core, self._prompts, self._send = config, job_plan, core, prompts, send
+        self._c, self._plan, self.core, self._prompts, self._send = config, job_plan, core, prompts, books.send
         self.evaluations, self._observer = evaluations, observer
         self.accounts = Accounts()
         self.outcome: Outcome | None = None
@@ -74,13 +81,19 @@ class CoordinatorRole:
         self._rewards: dict[int, float] = {}
         self._holder: dict[int, int] = {}  # tid -> node with a partial payload
         self._copies: dict[int, set[int]] = {}  # tid -> nodes that were sent a copy of its payload
-        self._next_group = start_version * config.staleness.batch_groups
+        self._next_group = 0
         self._training: StepPlan | None = None
         self._step_done: dict[int, m.StepDone] = {}
         self._final_evaluation = False
         self._failure: tuple[str, float] | None = None  # what, since when
         self._last_cycle_s = self._progress_s = time.monotonic()
         self._step_began_s = self._progress_s
+        self._watched = watch
+        self._checkpointing = Checkpointing(
+            config, job_plan.trainers, len(job_plan.nodes), books, self._state, observer.note, watch.checkpoint_took,
+            start_version,
+        )  # fmt: skip
+        self._stop = OrderedStop(core, self._checkpointing, self._command, lambda *how: self._end(Outcome(*how)))
 
     # ---- the turn ----------------------------------------------------------------------------------------------------
 
@@ -94,8 +107,11 @@ class CoordinatorRole:
             self._offer()
             self._command(self.core.cycle(now_s))
             self._forget_released()
-        if self._training is None and not self._waiting_ready:
+        if self._training is None and not self._waiting_ready and not self._stop.asked:
+            self._checkpointing.at_boundary(self.core.version, now_s)
             self._train(now_s)
+        self._checkpointing.turn(now_s)
+        self._stop_when_asked(now_s)
         self._finish_when_done(now_s)
         self._watch(now_s)
 
@@ -113,6 +129,7 @@ class CoordinatorRole:
                 self._reward_failed(tid, why)
             case m.Returned(tid=tid, tokens=tokens):
                 self._holder[tid] = node
+                self._stop.left(tid)
                 self.core.returned(tid, tokens)
             case m.Stored(version=version, seconds=seconds):
                 self._on_stored(node, version, seconds)
@@ -128,6 +145,9 @@ class CoordinatorRole:
                 self._send(target, message)
                 self._holder[tid] = target
                 self._copies.setdefault(tid, set()).add(target)
+            case m.Saved() | m.NodeSaved() | m.SaveFailed():
+                self._progress_s = now_s
+                self._checkpointing.on(message)
             case m.Lost(rank=rank, reason=reason):
                 self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
             case m.Failed(rank=rank, error=error):
@@ -144,8 +164,8 @@ class CoordinatorRole:
         self._progress_s = now_s
         if not self._waiting_ready:
             self.accounts.began_s = self._step_began_s = now_s
-            if self.evaluations is not None:
-                self._evaluate(self._start_version)
+            if self.evaluations is not None and self._start_version == 0 and not self._observer.accuracies:
+                self._evaluate(0)
 
     def _snapshot(self, s: m.Snapshot, now_s: float) -> None:
         if s.instance not in self._joined:
@@ -168,6 +188,7 @@ class CoordinatorRole:
 
     def _finished(self, f: m.Finished, now_s: float) -> None:
         self._progress_s = now_s
+        self._stop.left(f.tid)
         generated = Generated(f.prompt_tokens, f.tokens, tuple(f.segments), f.finish, f.node)
         self._holder.pop(f.tid, None)
         if group_and_member(f.tid)[0] >= EVAL_GROUP_BASE:
@@ -226,11 +247,14 @@ class CoordinatorRole:
         known = self._known_on.setdefault(group_id, set())
         if node not in known:
             known.add(node)
-            p = self._prompt_of[group_id]
-            prompts[group_id] = m.PromptMessage(group_id, p.token_ids.tobytes(), p.text, p.reference)
+            prompts[group_id] = self._prompt_message(group_id)
         holder = self._holder.get(tid)
         if holder is not None and holder != node:
             self._send(holder, m.Forward([tid], node))
+
+    def _prompt_message(self, group_id: int) -> m.PromptMessage:
+        p = self._prompt_of[group_id]
+        return m.PromptMessage(group_id, p.token_ids.tobytes(), p.text, p.reference, p.index)
 
     def _forget_released(self) -> None:
         released = self.core.drain_released()
@@ -244,25 +268,32 @@ class CoordinatorRole:
             return
         nodes = {node for tid in tids for node in self._known_on.get(group_and_member(tid)[0], ())}
         nodes |= {node for tid in tids for node in self._copies.pop(tid, ())}
+        nodes |= {generated.node for tid in tids if (generated := self._generated.get(tid))}
+        over = [g for g in sorted({group_and_member(tid)[0] for tid in tids}) if not self._lives(g)]
         for node in nodes:
-            self._send(node, m.Forget(list(tids)))
+            self._send(node, m.Forget(list(tids), over))
         for tid in tids:
             self._generated.pop(tid, None)
             self._rewards.pop(tid, None)
             self._holder.pop(tid, None)
-        for group_id in {group_and_member(tid)[0] for tid in tids}:
-            if not self.core.holds(group_id):
-                self._prompt_of.pop(group_id, None)
-                self._known_on.pop(group_id, None)
+        for group_id in over:
+            prompt = self._prompt_of.pop(group_id, None)
+            self._known_on.pop(group_id, None)
+            if prompt is not None and group_id < EVAL_GROUP_BASE:
+                self._prompts.settle(prompt.index)
+
+    def _lives(self, group_id: int) -> bool:
+        if group_id >= EVAL_GROUP_BASE:
+            return self.evaluations is not None and self.evaluations.waits_for(group_id)
+        return self.core.holds(group_id)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def _train(self, now_s: float) -> None:
         if self.core.version >= self._last_step or (batch := self.core.next_batch()) is None:
             return
-        advantages = advantages_of(
-            batch, self._rewards, self._generated, self._c.algorithm, self._c.rollout.max_tokens
-        )
+        batch = canonical(batch, {group_id: self._prompt_of[group_id].index for group_id, _ in batch.groups})
+        advantages = advantages_of(batch, self._rewards, self._generated, self._c.algorithm, self._c.rollout.max_tokens)
         plan = plan_step(
             batch,
             advantages,
@@ -302,7 +333,8 @@ class CoordinatorRole:
         segments = [len(self._generated[tid].segments) for tid in plan.tids]
         reward = sum(self._rewards[tid] for tid in plan.tids) / len(plan.tids)
         self.accounts.trained(ages, plan.response_tokens, segments, reward)
-        self._observer.step_started(plan, ages, reward, now_s)
+        prompts = [self._prompt_of[group].index for group in dict.fromkeys(group_and_member(t)[0] for t in plan.tids)]
+        self._observer.step_started(ages, reward, now_s, prompts)
 
     def _on_step_done(self, done: m.StepDone, now_s: float) -> None:
         self._progress_s = now_s
@@ -340,11 +372,48 @@ class CoordinatorRole:
         if done is not None:
             self._observer.evaluated(done, done.result(self.evaluations.samples))
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _state(self, ledger: dict[str, Any]) -> dict[str, Any]:
+        """Everything of a checkpoint that neither the trainers nor the hosts write."""
+        return {
+            "version": self.core.version,
+            "settings": settings_of(self._c),
+            "policy": self._c.coordination.policy,
+            "ledger": ledger,
+            "groups": {str(g): p.index for g, p in self._prompt_of.items() if g < EVAL_GROUP_BASE},
+            "next_group": self._next_group,
+            "prompts": self._prompts.state_dict(),
+            "run": {"accounts": self.accounts.dump(time.monotonic()), "evaluations": self._observer.accuracies},
+        }
+
+    def resume(self, resume: Resume, prompt: Callable[[int], Prompt]) -> None:
+        """Before the first turn: take over what an earlier attempt has left. `core` has been loaded already."""
+        self._next_group = resume.next_group
+        if "accounts" in resume.run:
+            self.accounts.load(resume.run["accounts"])
+        self._prompt_of = {group_id: prompt(index) for group_id, index in resume.prompt_of.items()}
+        for tid, one in resume.kept.items():
+            group_id, member = group_and_member(tid)
+            self._known_on.setdefault(group_id, set()).add(one.node)
+            if one.generated:
+                self._generated[tid] = Generated(one.prompt_tokens, one.tokens, one.segments, one.finish, one.node)
+            elif one.tokens:
+                self._holder[tid] = one.node
+            if resume.members[group_id][member][1] and one.reward is not None:
+                self._rewards[tid] = one.reward
+        unrewarded = self.core.unrewarded()
+        for node in range(len(self._plan.nodes)):
+            known = [self._prompt_message(g) for g, nodes in self._known_on.items() if node in nodes]
+            self._send(node, m.Reload(known, [tid for tid in unrewarded if resume.kept[tid].node == node]))
+
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish_when_done(self, now_s: float) -> None:
         starved = self._starved()
         if self._training is not None or (self.core.version < self._last_step and not starved):
+            return
+        if self._checkpointing.busy or self._stop.asked:
             return
         self.accounts.ended_s = self.accounts.ended_s or now_s
         if self.evaluations is not None and not self._final_evaluation:
@@ -363,7 +432,29 @@ class CoordinatorRole:
         self._end(Outcome("failed", 1, reason))
 
     def stop(self, signal_number: int, reason: str) -> None:
-        self._end(Outcome("stopped", 128 + signal_number, reason))
+        """SIGUSR1 asks for a stop that the run goes on from (85). SIGTERM and SIGINT end it, with a checkpoint where
+        those are on and as far as the grace time allows.
+        """
+        if signal_number == signal.SIGUSR1:
+            self._ask_to_stop(reason, STOPPED)
+        elif self._c.checkpoint.every_steps:
+            limit_s = CHECKPOINT_SHARE * self._c.fault.stop_grace_s
+            self._ask_to_stop(reason, 128 + signal_number, time.monotonic() + limit_s)
+        else:
+            self._end(Outcome("stopped", 128 + signal_number, reason))
+
+    def _ask_to_stop(self, reason: str, code: int, deadline_s: float = float("inf")) -> None:
+        if self._waiting_ready:  # nothing has happened yet that a checkpoint could keep
+            self._end(Outcome("stopped", code, reason))
+            return
+        if not self._stop.asked:
+            self._observer.note(f"{reason}: stopping with a checkpoint")
+        self._stop.ask(reason, code, time.monotonic(), deadline_s)
+
+    def _stop_when_asked(self, now_s: float) -> None:
+        if not self._stop.asked and (why := self._watched.asked(time.time())) is not None:
+            self._ask_to_stop(why, STOPPED)
+        self._stop.turn(self.core.version, self._training is not None, now_s)
 
     def _end(self, outcome: Outcome) -> None:
         if self.outcome is not None:
@@ -388,11 +479,11 @@ class CoordinatorRole:
 
     def waited_for(self) -> str:
         """What the trainer waits for, in words."""
+        if self._stop.asked and self._checkpointing.busy:
+            return f"the checkpoint: {self._checkpointing.waited_for()}"
         if self._training is not None:
             return f"the trainer, at step {self._training.step}"
-        waited = Counter(
-            "rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for()
-        )
+        waited = Counter("rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for())
         if waited:
             return ", ".join(f"{n} trajectories at {where}" for where, n in waited.most_common(4))
         return f"{self._c.staleness.batch_groups} finished groups for step {self.core.version}"

@@ -78,6 +78,10 @@ class Evaluations:
         self._rounds.remove(of)
         return of
 
+    def waits_for(self, group_id: int) -> bool:
+        """Whether an answer to this prompt is still to come."""
+        return any(self._round_of(trajectory_id(group_id, member)) for member in range(self.samples))
+
     def _round_of(self, tid: int) -> Round | None:
         return next((r for r in self._rounds if tid in r.pending), None)
 

@@ -16,22 +16,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
+from staleflow.coordination.types import EVAL_GROUP_BASE
+from staleflow.engines.scripted import mix
 from staleflow.rewards.pool import RewardPool
 from staleflow.rewards.spec import RewardSample
 from staleflow.roles import messages as m
 from staleflow.roles.devicelink import DeviceLink
 from staleflow.roles.messages import Kind
+from staleflow.roles.spooling import Spooling
 from staleflow.trajectories.ring import wait_any
 from staleflow.trajectories.schema import Finish, Trajectory, decode, encode, group_and_member
 from staleflow.trajectories.server import PromptEntry, TrajectoryServer
 
 WAIT_S = 0.005
 LIVENESS_EVERY_S = 0.5
+COPIES_S = 30.0  # an instance that has not handed over its copies for a checkpoint by then is left out of it
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,17 @@ class HostSettings:
     rank: int
     node: int
     max_tokens: int
+    run_seed: int = 0
+
+
+@dataclass
+class _Saving:
+    """A checkpoint that waits for copies of what these ranks' instances hold."""
+
+    version: int
+    folder: Path
+    waiting: set[int]
+    deadline_s: float
 
 
 class Host:
@@ -53,10 +69,13 @@ class Host:
         decode_text: Callable[[Any], str],
         alive: Callable[[int], bool],
         emit: Callable[[m.ToCoordinator], None],
+        spooling: Spooling,
         audit: Callable[[bytes], None] | None = None,
     ) -> None:
         self._s, self.links, self._server, self._rewards = settings, tuple(links), server, rewards
         self._decode_text, self._alive, self._emit, self._audit = decode_text, alive, emit, audit
+        self._spooling = spooling
+        self._saving: _Saving | None = None
         self._by_rank = {link.plan.rank: link for link in links}
         self._from_relay: SimpleQueue[m.Stored | m.Failed] = SimpleQueue()
         self._last_liveness_s = 0.0
@@ -73,6 +92,8 @@ class Host:
             link.flush()
         self._collect_rewards()
         self._collect_stored()
+        self._go_on_saving()
+        self._spooling.collect()
         self._look_after_ranks()
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
@@ -103,6 +124,8 @@ class Host:
                     returned = decode(record.payload, copy=False)
                     self._emit(m.Returned(record.id0, returned.response_tokens, self._s.node))
                     del returned
+                case Kind.COPY:
+                    self._spooling.copied(record.id0, record.payload)
                 case Kind.REPORT:
                     self._reported(link, m.decode_report(record.payload))
                 case _:
@@ -111,16 +134,25 @@ class Host:
     def _reported(self, link: DeviceLink, report: m.Report) -> None:
         if isinstance(report, m.Ready):
             link.ready = True
+        elif isinstance(report, m.Copied):
+            if self._saving is not None:
+                self._saving.waiting.discard(report.rank)
+            return
         elif isinstance(report, m.Failed):
             link.gone = True
         self._emit(report)
 
     def _finished(self, tid: int, payload: Any) -> None:
-        """Keep it, tell of it, have it scored."""
+        """Keep it, tell of it as soon as it is durable, have it scored."""
         self._server.put(tid, payload)
         t = decode(payload, copy=False)
         segments = list(t.segments)
-        self._emit(m.Finished(tid, t.prompt_tokens, t.response_tokens, segments, int(t.finish), self._s.node))
+        told = m.Finished(tid, t.prompt_tokens, t.response_tokens, segments, int(t.finish), self._s.node)
+        self._spooling.finished(tid, payload, told)
+        if self._server.knows(tid):  # otherwise it was given up while its last tokens were made
+            self._score(tid, t)
+
+    def _score(self, tid: int, t: Trajectory) -> None:
         prompt = self._server.prompt(tid)
         text = self._decode_text(t.response)
         self._rewards.submit(tid, RewardSample(prompt.text, text, t.finish is Finish.LENGTH, prompt.reference))
@@ -130,7 +162,7 @@ class Host:
             if result.reward is None:
                 self._emit(m.RewardFailed(result.tid, result.error or "no reason given"))
             else:
-                self._emit(m.Rewarded(result.tid, result.reward))
+                self._spooling.rewarded(m.Rewarded(result.tid, result.reward))
 
     def _collect_stored(self) -> None:
         with suppress(Empty):
@@ -160,8 +192,14 @@ class Host:
                 self._command(message)
             case m.TrainStep():
                 self._train(message)
-            case m.Forget(tids=tids):
-                self._forget(tids)
+            case m.Forget(tids=tids, groups=groups):
+                self._forget(tids, groups)
+            case m.Reload(prompts=prompts, score=score):
+                self._reload(prompts, score)
+            case m.Save(version=version, directory=directory):
+                self._save(version, directory)
+            case m.Settle():
+                self._spooling.settle()
             case m.Forward(tids=tids, node=node):
                 for tid in tids:
                     record = self._server.get(tid)
@@ -175,8 +213,7 @@ class Host:
                     link.stop(code or 1)
 
     def _command(self, message: m.Commands) -> None:
-        for prompt in message.prompts:
-            self._server.add_prompt(prompt.group_id, PromptEntry(prompt.tokens, prompt.text, prompt.reference))
+        self._learn(message.prompts)
         for plain in message.commands:
             name, id_, instance, tids, _ = plain
             encoded = m.encode(plain)
@@ -185,6 +222,16 @@ class Host:
                     for tid in tids:
                         link.send(Kind.PAYLOAD, self._start_record(tid), tid)
                 link.send(Kind.COMMAND, encoded, id_)
+
+    def _learn(self, prompts: Sequence[m.PromptMessage]) -> None:
+        for p in prompts:
+            self._server.add_prompt(p.group_id, PromptEntry(p.tokens, p.text, p.reference, p.index))
+
+    def _reload(self, prompts: Sequence[m.PromptMessage], score: Sequence[int]) -> None:
+        """After a resume: what was restored gets its prompts; what was generated but not rewarded is scored again."""
+        self._learn(prompts)
+        for tid in score:
+            self._score(tid, decode(self._record(tid)))
 
     def _instance(self, index: int) -> list[DeviceLink]:
         return [link for link in self.links if link.plan.instance == index and not link.gone]
@@ -195,9 +242,14 @@ class Host:
         if held is not None:
             return bytes(held)
         group_id, member = group_and_member(tid)
-        tokens = np.frombuffer(self._server.prompt(tid).tokens, np.int32)
-        empty = np.zeros(0, np.float32)
-        return bytes(encode(Trajectory(group_id, member, 0, len(tokens), tokens, empty, ())))
+        prompt = self._server.prompt(tid)
+        tokens = np.frombuffer(prompt.tokens, np.int32)
+        # By the prompt, so that one drawn again after a resume, under another group id, is answered alike.
+        source = tid if group_id >= EVAL_GROUP_BASE else prompt.index
+        seed = mix(self._s.run_seed, source, member) >> 1
+        return bytes(
+            encode(Trajectory(group_id, member, 0, len(tokens), tokens, np.zeros(0, np.float32), (), seed=seed))
+        )
 
     def _train(self, message: m.TrainStep) -> None:
         header = m.encode(message.header)
@@ -217,6 +269,28 @@ class Host:
             raise RuntimeError(f"host of node {self._s.node}: trajectory {tid} is to be trained on but not held here")
         return record
 
-    def _forget(self, tids: Sequence[int]) -> None:
+    def _forget(self, tids: Sequence[int], groups: Sequence[int]) -> None:
         for tid in tids:
             self._server.forget(tid)
+        for group_id in groups:
+            self._server.forget_prompt(group_id)
+        self._spooling.forget(groups)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, version: int, directory: str) -> None:
+        """Trainer ranks write their part by themselves; instances hand over copies of what they hold first."""
+        request = m.encode(m.SaveRequest(version, directory))
+        living = [link for link in self.links if not link.gone]
+        for link in living:
+            link.send(Kind.SAVE, request)
+        leaders = {link.plan.rank for link in living if link.plan.role == "rollout" and link.plan.instance_rank == 0}
+        self._saving = _Saving(version, Path(directory), leaders, time.monotonic() + COPIES_S)
+
+    def _go_on_saving(self) -> None:
+        if (saving := self._saving) is None:
+            return
+        saving.waiting -= {link.plan.rank for link in self.links if link.gone}
+        if not saving.waiting or time.monotonic() > saving.deadline_s:
+            self._saving = None
+            self._spooling.save(saving.version, saving.folder)

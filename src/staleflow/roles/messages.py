@@ -22,10 +22,11 @@ class Kind(IntEnum):
     COMMAND = 2  # down: one Command; id0 = its id
     STEP = 3  # down: StepHeader; its micro-batches follow
     MICROBATCH = 4  # down: see trajectories.microbatch
-    SAVE = 5  # down: SaveRequest
+    SAVE = 5  # down: SaveRequest; an instance answers with a COPY of each trajectory it holds, and Copied
     FINISHED = 11  # up: a trajectory record whose generation has ended; id0 = tid
     RETURNED = 12  # up: a trajectory record that came back after Interrupt; id0 = tid
     REPORT = 13  # up: one of the structs of `Report`
+    COPY = 14  # up: a trajectory record as it is now; its generation goes on; id0 = tid
 
 
 class Wire(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -105,9 +106,26 @@ class StepDone(Wire):
 
 
 class Saved(Wire):
+    """One trainer rank's part of a checkpoint is durable, and so are the other trainer ranks'."""
+
     rank: int
     version: int
     seconds: float
+
+
+class SaveFailed(Wire):
+    """A rank could not write its part of a checkpoint; the run goes on without it."""
+
+    rank: int
+    version: int
+    error: str
+
+
+class Copied(Wire):
+    """An instance has handed over, for a checkpoint, what it has of the trajectories it holds."""
+
+    rank: int
+    version: int
 
 
 class Published(Wire):
@@ -132,7 +150,7 @@ class Failed(Wire):
     error: str
 
 
-Report = Ready | Snapshot | Pulled | Probe | StepDone | Saved | Published | StopRequested | Failed
+Report = Ready | Snapshot | Pulled | Probe | StepDone | Saved | SaveFailed | Copied | Published | StopRequested | Failed
 
 
 # ---- host -> coordinator ---------------------------------------------------------------------------------------------
@@ -173,6 +191,14 @@ class Stored(Wire):
     seconds: float
 
 
+class NodeSaved(Wire):
+    """The payloads that a node holds are in the checkpoint, durable."""
+
+    node: int
+    version: int
+    seconds: float
+
+
 class Lost(Wire):
     """A rank of this node is gone. `held`: for a rollout rank, the last known (tid, tokens) that came back with it."""
 
@@ -190,6 +216,7 @@ class PromptMessage(Wire):
     tokens: bytes  # int32
     text: str
     reference: dict[str, Any]
+    index: int  # of the prompt in the data
 
 
 class Commands(Wire):
@@ -223,14 +250,30 @@ class Payload(Wire):
 
 
 class Forget(Wire):
+    """Payloads that are not needed any more; `groups`: those that are over, with their prompts."""
+
     tids: list[int]
+    groups: list[int]
+
+
+class Reload(Wire):
+    """After a resume: the prompts of what this node has restored, and the trajectories that wait for their reward."""
+
+    prompts: list[PromptMessage]
+    score: list[int]
 
 
 class Save(Wire):
-    """Write a checkpoint: trainer ranks theirs, the host its trajectories."""
+    """Write a checkpoint: trainer ranks theirs, instances and host the trajectories."""
 
     version: int
     directory: str
+
+
+class Settle(Wire):
+    """The checkpoint of this version is durable: what is not needed to resume from it may go."""
+
+    version: int
 
 
 class Stop(Wire):
@@ -240,8 +283,8 @@ class Stop(Wire):
     reason: str
 
 
-ToHost = Commands | TrainStep | Forward | Payload | Forget | Save | Stop
-ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | Lost | Payload
+ToHost = Commands | TrainStep | Forward | Payload | Forget | Reload | Save | Settle | Stop
+ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | NodeSaved | Lost | Payload
 
 encode = msgspec.msgpack.Encoder().encode
 decode_report = msgspec.msgpack.Decoder(Report).decode

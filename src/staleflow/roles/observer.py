@@ -23,6 +23,7 @@ class _Started:
     ages: dict[int, int]
     reward: float
     time_s: float
+    prompts: list[int]
 
 
 class Observer:
@@ -40,12 +41,14 @@ class Observer:
 
     def watch(self, accounts: Accounts, core: Coordinator) -> None:
         self._accounts, self._core = accounts, core
+        self._steps_done = core.version
 
     def note(self, text: str) -> None:
         self._view.note(text)
 
-    def step_started(self, plan: StepPlan, ages: Counter[int], reward: float, now_s: float) -> None:
-        self._started = _Started(dict(sorted(ages.items())), reward, now_s)
+    def step_started(self, ages: Counter[int], reward: float, now_s: float, prompts: list[int]) -> None:
+        """`prompts`: indices in the data of what the step trains on."""
+        self._started = _Started(dict(sorted(ages.items())), reward, now_s, prompts)
 
     def step_done(self, plan: StepPlan, metrics: dict[str, float], slowest: StepDone, now_s: float) -> None:
         started = self._started
@@ -59,6 +62,7 @@ class Observer:
             "staleness": started.ages,
             "trained_tokens": plan.response_tokens,
             "trajectories": len(plan.tids),
+            "prompts": started.prompts,
             "step_s": since_s,
             "train_s": slowest.busy_s,
             "publish_wait_s": slowest.snapshot_wait_s,
@@ -106,10 +110,10 @@ class Observer:
             )
         )
 
-    def finish(self, status: str, reason: str) -> Path:
+    def finish(self, status: str, reason: str, exit_code: int) -> Path:
         """Write summary.json, close the view, print where things are."""
         self._metrics.close()
-        summary = self.summary(status, reason)
+        summary = self.summary(status, reason) | {"exit_code": exit_code}
         path = write_summary(self._c.run_dir, summary)
         self._view.close()
         for line in closing_lines(summary, self._c.run_dir):
@@ -122,7 +126,7 @@ class Observer:
         view = self._core.view()
         accuracies = [r["mean"] for r in self.accuracies]
         evaluated = {
-            "accuracy_before": accuracies[0] if accuracies else None,
+            "accuracy_before": accuracies[0] if accuracies and not self.accuracies[0]["version"] else None,
             "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
             "evaluations": self.accuracies,
         }

@@ -25,10 +25,9 @@ import numpy as np
 
 from staleflow.coordination.types import EVAL_GROUP_BASE, Abort, Command, Interrupt, Pull, Route
 from staleflow.engines.base import Engine
-from staleflow.engines.scripted import mix
 from staleflow.parameters.pull import Puller
 from staleflow.roles.held import Held
-from staleflow.roles.messages import Kind, Probe, Pulled, Ready, Snapshot, decode_command
+from staleflow.roles.messages import Copied, Kind, Probe, Pulled, Ready, Snapshot, decode_command, decode_save_request
 from staleflow.roles.ranklink import RankLink, SignalReporter
 from staleflow.trajectories.schema import Finish, decode
 
@@ -44,7 +43,6 @@ class RolloutSettings:
     temperature: float
     evaluation_temperature: float
     seed_per_request: bool
-    run_seed: int
     snapshot_every_s: float
     pull_timeout_s: float
     probe: tuple[int, ...]  # token ids that are scored after each Pull; empty: none
@@ -102,6 +100,8 @@ class Rollout:
                 command = decode_command(record.payload)
                 self._commands.append(command)
                 self._arrived = command.id
+            elif record.kind == Kind.SAVE:
+                self._copy(decode_save_request(bytes(record.payload)).version)
             else:
                 raise RuntimeError(f"rollout rank {self._s.rank}: record of kind {record.kind} is not for it")
 
@@ -141,7 +141,7 @@ class Rollout:
         evaluation = held.group_id >= EVAL_GROUP_BASE
         temperature = self._s.evaluation_temperature if evaluation else self._s.temperature
         # Only for engines whose draws depend on the position too: a restarted vLLM request would repeat its draws.
-        seed = mix(self._s.run_seed, held.tid) >> 1 if self._s.seed_per_request else None
+        seed = held.seed if self._s.seed_per_request else None
         self._engine.add(held.request(self._s.max_tokens, temperature, seed))
 
     def _interrupt(self, tids: tuple[int, ...]) -> None:
@@ -151,6 +151,13 @@ class Rollout:
             held = self._held.pop(tid)
             if self._s.leader:
                 self._link.hand_over(Kind.RETURNED, held.record(Finish.PARTIAL))
+
+    def _copy(self, version: int) -> None:
+        """For a checkpoint: what it holds, as it is between two steps. Generation goes on."""
+        if self._s.leader:
+            for held in self._held.values():
+                self._link.hand_over(Kind.COPY, held.record(Finish.PARTIAL))
+            self._link.report(Copied(self._s.rank, version))
 
     def _drop(self, tids: tuple[int, ...]) -> None:
         self._engine.abort(tids)

@@ -5,7 +5,8 @@ waits for     the next record of the down ring; in a step: the other trainer ran
               thread, at points equal on all ranks since every rank gets the same number of micro-batches); before the
               snapshot of its shard: the staging buffer, which the publisher's own thread frees
 unblocked by  its host, which plans a step for all trainer ranks or for none
-produces      StepDone, Published and probe reports on the up ring; versions, through its publisher
+produces      StepDone, Saved, Published and probe reports on the up ring; versions, through its publisher; its part of
+              checkpoints, through DCP's own thread and group
 
 It cannot deadlock: the publisher has a communicator and a thread of its own and waits for relays only, which wait for
 nothing but the publish group; the ring holds at least two of the largest micro-batches, so the host can always finish
@@ -22,11 +23,23 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.checkpoint import layout
+from staleflow.checkpoint.trainer_state import TrainerCheckpoints
 from staleflow.learning.batch import BatchTotals, PackedBatch, pack
 from staleflow.learning.export import full_state
 from staleflow.learning.trainer import PolicyTrainer
 from staleflow.parameters.publish import Publisher
-from staleflow.roles.messages import Kind, Probe, Ready, StepDone, StepHeader, decode_step_header
+from staleflow.roles.messages import (
+    Kind,
+    Probe,
+    Ready,
+    Saved,
+    SaveFailed,
+    StepDone,
+    StepHeader,
+    decode_save_request,
+    decode_step_header,
+)
 from staleflow.roles.ranklink import RankLink, SignalReporter
 from staleflow.trajectories.microbatch import decode
 from staleflow.trajectories.schema import Trajectory
@@ -58,6 +71,7 @@ class Trainer:
     ) -> None:
         self._s, self._link, self._policy, self._publisher, self._unpack = settings, link, policy, publisher, unpack
         self._signal = SignalReporter(settings.rank, link, signal)
+        self._checkpoints = TrainerCheckpoints(policy)
         self._records: Iterator[Any] = iter(())
 
     def run(self, started_s: float) -> None:
@@ -66,6 +80,7 @@ class Trainer:
         self._link.report(Ready(self._s.rank, time.monotonic() - started_s))
         while not self._link.stop_code:
             self._signal.look()
+            self._tell_saved()
             record = self._next(IDLE_WAIT_S)
             if record is None:
                 self._link.flush()
@@ -73,6 +88,9 @@ class Trainer:
                     raise RuntimeError(f"publishing has stopped: {failure}") from failure
             elif record.kind == Kind.STEP:
                 self._step(decode_step_header(bytes(record.payload)))
+            elif record.kind == Kind.SAVE:
+                request = decode_save_request(bytes(record.payload))
+                self._checkpoints.save(request.version, Path(request.directory) / layout.TRAINER)
             else:
                 raise RuntimeError(f"trainer rank {self._s.rank}: record of kind {record.kind} is not for it")
 
@@ -114,6 +132,14 @@ class Trainer:
         now_s = time.monotonic()
         self._link.report(StepDone(self._s.rank, header.step, metrics, now_s - began_s, now_s - trained_s))
         self._link.flush()
+
+    def _tell_saved(self) -> None:
+        if (result := self._checkpoints.finished()) is None:
+            return
+        if result.error is None:
+            self._link.report(Saved(self._s.rank, result.version, result.seconds))
+        else:
+            self._link.report(SaveFailed(self._s.rank, result.version, result.error))
 
     def _publish(self, version: int) -> None:
         """Snapshot the shard; the publisher's thread sends it while the next step goes on."""

@@ -22,6 +22,7 @@ from staleflow.jobs.preflight import model_facts
 from staleflow.jobs.runtime import Job
 from staleflow.learning.batch import PackedBatch
 from staleflow.learning.batch import pack as pack_nothing
+from staleflow.roles.beginning import wait_for_start
 from staleflow.roles.messages import Failed
 from staleflow.roles.ranklink import RankLink
 from staleflow.roles.rollout import Rollout, RolloutSettings
@@ -31,6 +32,7 @@ RETIRE_FLUSH_S = 2.0
 
 
 def play_trainer(job: Job) -> int:
+    from staleflow.checkpoint.trainer_state import load
     from staleflow.learning.trainer import PolicyTrainer
     from staleflow.parameters.manifest import Manifest
     from staleflow.parameters.publish import Publisher
@@ -50,6 +52,9 @@ def play_trainer(job: Job) -> int:
             device=device,
             seed=config.run.seed,
         )
+        start = wait_for_start(job)
+        if start.trainer is not None:
+            load(policy, Path(start.trainer))
         manifest = Manifest.from_model_dir(config.model.path, config.parameters.wire_dtype)
         publisher = Publisher(
             policy.sharded_parameters(),
@@ -64,7 +69,7 @@ def play_trainer(job: Job) -> int:
         settings = TrainerSettings(
             rank=job.rank,
             leader=job.rank == job.plan.trainers[0],
-            start_version=0,
+            start_version=start.version,
             record_timeout_s=config.fault.collective_timeout_s,
             probe=probe_tokens(config),
             audit_dir=_audit_dir(job),
@@ -100,7 +105,6 @@ def play_rollout(job: Job) -> int:
             temperature=config.rollout.temperature,
             evaluation_temperature=config.evaluation.temperature if config.evaluation else 0.0,
             seed_per_request=config.rollout.engine == "scripted",
-            run_seed=config.run.seed,
             snapshot_every_s=config.coordination.cycle_ms / 1000,
             pull_timeout_s=config.fault.collective_timeout_s,
             probe=probe_tokens(config),
@@ -119,7 +123,7 @@ def job_signal(job: Job) -> Callable[[], int]:
     return lambda: job.signal
 
 
-class _told_to_host:  # noqa: N801 - reads as a statement
+class _told_to_host:
     """An exception inside is told to the host before it ends this rank."""
 
     def __init__(self, job: Job, link: RankLink) -> None:

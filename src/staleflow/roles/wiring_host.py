@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from staleflow.config import Config, Source
+from staleflow.checkpoint import layout
+from staleflow.checkpoint.layout import CheckpointError
+from staleflow.checkpoint.recovery import Resume, durable, prepare
+from staleflow.config import Config, ConfigError, Source
 from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.cost_model import DEFAULT, load_cost_model
-from staleflow.coordination.ledger import make_ledger
 from staleflow.data.prompts import Dataset, DataSettings, Prompt, PromptSource
 from staleflow.data.tokenizer import load_tokenizer
 from staleflow.jobs import rings, runtime
+from staleflow.jobs.plan import JobPlan
 from staleflow.jobs.runtime import Job
+from staleflow.jobs.stop import STOP_FILE, StopWatch
 from staleflow.observe.live import open_view
 from staleflow.observe.metrics import MetricsWriter
 from staleflow.parameters.manifest import Manifest
@@ -24,12 +29,15 @@ from staleflow.parameters.relay import Relay
 from staleflow.parameters.store import NodeStore
 from staleflow.rewards.pool import RewardPool
 from staleflow.roles import messages as m
+from staleflow.roles.beginning import Start, core_state, restore_prompts, tell_start, wait_for_start
+from staleflow.roles.checkpointing import Books
 from staleflow.roles.coordinator import CoordinatorRole
 from staleflow.roles.devicelink import DeviceLink
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.host import Host, HostSettings
 from staleflow.roles.hostlink import CoordinatorLink, Gate, HostLinks
 from staleflow.roles.observer import Observer
+from staleflow.roles.spooling import Spooling
 from staleflow.trajectories.arena import Arena
 from staleflow.trajectories.ring import segment_name
 from staleflow.trajectories.server import TrajectoryServer
@@ -42,11 +50,26 @@ log = logging.getLogger(__name__)
 def play_host(job: Job, console: TextIO) -> int:
     manifest = Manifest.from_model_dir(job.config.model.path, job.config.parameters.wire_dtype)
     runtime.check_shared_memory(job.plan, job.me.node, 2 * manifest.nbytes)
+    resume = _begin(job)
     node = _Node(job, manifest)
     try:
-        return _coordinate(job, node, console) if job.rank == 0 else _serve(job, node)
+        return _serve(job, node) if resume is None else _coordinate(job, node, resume, console)
     finally:
         node.close()
+
+
+def _begin(job: Job) -> Resume | None:
+    """Rank 0 finds out where this attempt begins, and tells the others."""
+    if job.rank != 0:
+        wait_for_start(job)
+        return None
+    try:
+        resume = prepare(job.config, job.attempt, len(job.plan.nodes))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    (job.run_dir / STOP_FILE).unlink(missing_ok=True)  # it was meant for an earlier attempt
+    tell_start(job, Start(resume.version, str(resume.trainer) if resume.trainer else None))
+    return resume
 
 
 class _Node:
@@ -62,14 +85,21 @@ class _Node:
         self._arena = Arena.create(name, job.plan.arena_bytes, run_id=rings.run_id_of(job))
         self._arena.unlink()  # only this process uses it
         self._store = NodeStore.create(rings.store_name(job), manifest) if job.rank in job.plan.relays else None
+        server = TrajectoryServer(self._arena)
+        self._spooling = Spooling(
+            layout.spool_dir(job.run_dir), job.attempt, job.me.node, job.rank, server, self.outbox.append,
+            durable=durable(job.config),
+        )  # fmt: skip
+        self._spooling.restore()
         self.host = Host(
-            HostSettings(job.rank, job.me.node, job.config.rollout.max_tokens),
+            HostSettings(job.rank, job.me.node, job.config.rollout.max_tokens, job.config.run.seed),
             links,
-            TrajectoryServer(self._arena),
+            server,
             self._rewards,
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             job.alive,
             self.outbox.append,
+            self._spooling,
             _audit(job),
         )
         job.post(f"store/{job.me.node}", self._store.name if self._store else None)
@@ -106,6 +136,7 @@ class _Node:
 
     def close(self) -> None:
         self._rewards.close()
+        self._spooling.close()
         if self._relay is not None:
             self._relay.close()
         self._unlink()
@@ -122,15 +153,17 @@ def _audit(job: Job) -> Callable[[bytes], None] | None:
 # ---- rank 0 ----------------------------------------------------------------------------------------------------------
 
 
-def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
+def _coordinate(job: Job, node: _Node, resume: Resume, console: TextIO) -> int:
     job.watch_signals()  # from here on every end is an ordered one, with a summary
     runtime.write_run_files(job)
     inbox: deque[m.ToHost] = deque()
     observer = Observer(
         job.config,
         open_view(_live_mode(job), console),
-        MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard),
+        MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard, from_step=resume.version),
     )
+    for note in resume.notes:
+        observer.note(note)
     links = HostLinks(job) if len(job.plan.nodes) > 1 else None
 
     def send(n: int, message: m.ToHost) -> None:
@@ -139,14 +172,15 @@ def _coordinate(job: Job, node: _Node, console: TextIO) -> int:
         else:
             links.send(n, message)
 
-    role = build_coordinator(job.config, job.plan, Gate(send), observer)
-    _loop(job, node, role, inbox, observer, links)
+    books = Books(resume.journal, resume.ledger.dump, Gate(send))
+    role = build_coordinator(job.config, job.plan, resume, books, StopWatch(job.run_dir), observer)
+    _loop(job, node, role, books, inbox, observer, links)
     if links is not None:
         log.info("links between hosts: %s", links.counters)
         links.close()
     outcome = role.outcome
     assert outcome is not None
-    observer.finish(outcome.status, outcome.reason)
+    observer.finish(outcome.status, outcome.reason, outcome.code)
     return outcome.code
 
 
@@ -160,6 +194,7 @@ def _loop(
     job: Job,
     node: _Node,
     role: CoordinatorRole,
+    books: Books,
     inbox: deque[m.ToHost],
     observer: Observer,
     links: HostLinks | None,
@@ -175,6 +210,9 @@ def _loop(
             role.fail(links.failure)
         if job.signal:
             _stop_by_signal(job, node, role)
+        if (failure := books.commit()) is not None:
+            role.fail(failure)
+            books.commit()
         if now_s - viewed_s > VIEW_EVERY_S:
             viewed_s = now_s
             observer.refresh(now_s, role.waited_for())
@@ -189,7 +227,8 @@ def _stop_by_signal(job: Job, node: _Node, role: CoordinatorRole) -> None:
     time.sleep(0.2)
     node.host.look_now()
     role.turn([(0, message) for message in _drained(node.outbox)], time.monotonic())
-    role.stop(job.signal, f"signal {job.signal}")
+    number, job.signal = job.signal, 0
+    role.stop(number, signal.Signals(number).name)
 
 
 def _see_off(job: Job, node: _Node) -> None:
@@ -235,26 +274,23 @@ def _drained(queue: deque[Any]) -> list[Any]:
 # ---- the coordinator's parts -----------------------------------------------------------------------------------------
 
 
-def build_coordinator(config: Config, job_plan: Any, send: Any, observer: Observer) -> CoordinatorRole:
-    """The pure core with its books, the prompts, and the role that drives them."""
+def build_coordinator(
+    config: Config, job_plan: JobPlan, resume: Resume, books: Books, watch: StopWatch, observer: Observer
+) -> CoordinatorRole:
+    """The pure core with its books, the prompts, and the role that drives them; at the point where the run goes on."""
     tokenizer = load_tokenizer(config.model.path)
-    s = config.staleness
-    ledger = make_ledger(
-        config.coordination.policy,
-        batch_groups=s.batch_groups,
-        group_size=s.group_size,
-        eta=s.eta,
-        spare_groups=s.spare_groups,
-        spare_members=s.spare_members,
-    )
     path = config.coordination.cost_model
-    core = Coordinator(config.coordination, ledger, load_cost_model(path) if path else DEFAULT, [])
+    core = Coordinator(config.coordination, resume.ledger, load_cost_model(path) if path else DEFAULT, [])
     prompts = PromptSource(data_settings(config, config.data.train), tokenizer)
+    restore_prompts(prompts, resume)
+    core.load(core_state(resume, prompts, config))
+    observer.accuracies = list(resume.run.get("evaluations", ()))
     evaluations = None
     if config.evaluation is not None:
         held_out = evaluation_prompts(config, tokenizer)
         evaluations = Evaluations(held_out, config.evaluation.samples)
-    role = CoordinatorRole(config, job_plan, core, prompts, evaluations, send, observer)
+    role = CoordinatorRole(config, job_plan, core, prompts, evaluations, books, watch, observer, resume.version)
+    role.resume(resume, prompts.prompt)
     observer.watch(role.accounts, core)
     return role
 

@@ -16,11 +16,12 @@ class ArenaFull(RuntimeError):
 
 @dataclass(frozen=True)
 class PromptEntry:
-    """What starts and scores the members of a group. `tokens` int32 bytes."""
+    """What starts and scores the members of a group. `tokens` int32 bytes; `index` is the prompt's place in the data."""
 
     tokens: bytes
     text: str
     reference: dict[str, Any]
+    index: int = 0
 
 
 class TrajectoryServer:
@@ -37,6 +38,13 @@ class TrajectoryServer:
 
     def prompt(self, tid: int) -> PromptEntry:
         return self._prompts[group_and_member(tid)[0]]
+
+    def knows(self, tid: int) -> bool:
+        """Whether the group of this trajectory has not been given up or trained on."""
+        return group_and_member(tid)[0] in self._prompts
+
+    def prompt_index(self, tid: int) -> int:
+        return self.prompt(tid).index
 
     def put(self, tid: int, record: Any) -> None:
         """Copy a record in (one copy). A newer state of the same trajectory replaces the older one."""
@@ -56,7 +64,7 @@ class TrajectoryServer:
         return None if block is None else self._arena.view(block)
 
     def forget(self, tid: int) -> None:
-        """The payload is not needed any more. Unknown ids are ignored; a group's prompt goes with its last member."""
+        """The payload is not needed any more. Unknown ids are ignored."""
         group_id = group_and_member(tid)[0]
         self._drop_block(tid)
         self._members[group_id].discard(tid)
@@ -64,6 +72,7 @@ class TrajectoryServer:
             del self._members[group_id]
 
     def forget_prompt(self, group_id: int) -> None:
+        """The group is over."""
         self._prompts.pop(group_id, None)
 
     def _drop_block(self, tid: int) -> None:

@@ -121,6 +121,7 @@ class SegmentWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._attempt, self._node, self._next = folder, attempt, node, first
         self._file: int | None = None
+        self._size = 0
         self._path: Path | None = None
         self._groups: dict[Path, set[int]] = {}  # segment -> groups that are not done with
 
@@ -129,17 +130,22 @@ class SegmentWriter:
         self._groups[path] = set(groups)
 
     def write(self, frames: list[bytes], groups: set[int]) -> None:
-        """Append; durable after `sync`. Raises OSError when the disk refuses."""
+        """Append; durable after `sync`. Raises OSError when the disk refuses; it may be tried again then."""
         if self._file is None:
             self._path = self._folder / str(SegmentName(self._attempt, self._node, self._next))
             self._next += 1
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._groups[self._path] = set()
+            self._groups[self._path], self._size = set(), 0
         assert self._path is not None
         self._groups[self._path] |= groups
-        view = memoryview(b"".join(frames))
-        while view:
-            view = view[os.write(self._file, view) :]
+        data = b"".join(frames)
+        try:
+            _write_all(self._file, data)
+        except OSError:
+            os.ftruncate(self._file, self._size)  # nothing may follow a torn frame
+            os.lseek(self._file, self._size, os.SEEK_SET)
+            raise
+        self._size += len(data)
 
     def sync(self) -> None:
         if self._file is not None:
@@ -169,3 +175,9 @@ class SegmentWriter:
         for path in paths:
             self._groups.pop(path, None)
             path.unlink(missing_ok=True)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
