@@ -42,10 +42,10 @@ class Task:
 
 def _toml(value: Any) -> str:
     if isinstance(value, list):
-        return (
-            "[" + ", ".join("{" + ", ".join(f"{k} = {_toml(v)}" for k, v in item.items()) + "}" for item in value) + "]"
-        )
-    return json.dumps(value) if not isinstance(value, bool) else str(value).lower()
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 @dataclass

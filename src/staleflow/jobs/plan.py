@@ -177,10 +177,11 @@ def longest_record_bytes(config: Config) -> int:
 
 
 def microbatch_bytes(config: Config) -> int:
-    """The largest micro-batch record: header, offsets, advantages, trajectory records."""
-    shortest = config.data.max_prompt_tokens + 1
-    sequences = max(1, config.trainer.microbatch_tokens // min(shortest, 16))
-    return 64 + 16 * sequences + 8 * config.trainer.microbatch_tokens + sequences * record_bytes(0, 0, 8)
+    """The largest micro-batch record: full of the shortest trajectories (two tokens), each token its own segment."""
+    tokens = config.trainer.microbatch_tokens
+    sequences = tokens // 2
+    per_sequence = record_bytes(0, 0, 0) + 12 + 8  # its record's header, its offset and advantage, alignment
+    return 64 + sequences * per_sequence + (8 + 8) * tokens
 
 
 def _trainer_rings(config: Config) -> Rings:

@@ -1,0 +1,1 @@
+from tests.job.conftest import task  # noqa: F401  (the fixture)
