@@ -53,7 +53,10 @@ class Data(Section):
     train: tuple[Source, ...] = Field(min_length=1)
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    reference_fields: tuple[str, ...] = ()  # further fields that the reward needs
     chat_template: bool = False
+    system_prompt: str | None = None
+    deduplicate: bool = False
     max_prompt_tokens: Positive
     epochs: Positive | None = None  # None: start again as often as the run needs
     shuffle: bool = True

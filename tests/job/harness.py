@@ -151,6 +151,6 @@ def _pids() -> list[int]:
 
 def _open_files(pid: int) -> list[str]:
     try:
-        return [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        return [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return []

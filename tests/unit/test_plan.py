@@ -55,7 +55,7 @@ def test_a_node_without_rollout_has_no_relay() -> None:
 
 
 def test_wrong_number_of_ranks_says_how_many() -> None:
-    with pytest.raises(ConfigError, match="3 ranks started on 1 node.*4 planned"):
+    with pytest.raises(ConfigError, match=r"3 ranks started on 1 node.*4 planned"):
         plan(config.load(DEMO), (Node("a", 3),))
 
 

@@ -7,7 +7,6 @@ again by transformers with the weights of its version, and must agree with the e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

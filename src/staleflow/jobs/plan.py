@@ -152,8 +152,8 @@ def _assign(config: Config, world: Sequence[Node]) -> tuple[RankPlan, ...]:
                 instance, place = instance + 1, 0
         if place:
             raise ConfigError(
-                f"rollout.tensor_parallel = {config.rollout.tensor_parallel}: instance {instance} would lie across node "
-                f"{node.name!r} and the next; choose ranks per node so that whole instances fit"
+                f"rollout.tensor_parallel = {config.rollout.tensor_parallel}: instance {instance} would lie across "
+                f"node {node.name!r} and the next; choose ranks per node so that whole instances fit"
             )
     return tuple(ranks)
 
