@@ -40,8 +40,10 @@ class Phase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One trajectory. `version` is the reserved V_traj; `floor` the oldest version that may go on with it, which is newer
-    where the instance had pulled more than it was told when the trajectory began."""
+    """One trajectory. `version` is the reserved V_traj; `floor` the oldest version that may go on with it.
+
+    The floor is newer where the instance had pulled more than it was told when the trajectory began.
+    """
 
     tid: int
     prompt_tokens: int
@@ -50,6 +52,7 @@ class Work:
     floor: int = -1
     phase: Phase = Phase.QUEUED
     instance: int | None = None
+    moved_at_tokens: int = 0
     interrupted_by: int = -1  # the Interrupt that it left by last
 
     @property

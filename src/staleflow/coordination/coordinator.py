@@ -58,6 +58,7 @@ class Coordinator:
         self._last_group = -1
         self._no_more_data = self._paused = False
         self._filtered_in_a_row = 0
+        self._published_s = 0.0
 
     @property
     def version(self) -> int:
@@ -79,6 +80,8 @@ class Coordinator:
         group = Group(group_id, prompt_tokens, max_new_tokens, expected_tokens, size)
         self._groups[group_id] = group
         self._desk.offers.append(group)
+        if not self._desk.mean_context_tokens:  # before anything has finished: a quarter of the limit
+            self._desk.mean_context_tokens = prompt_tokens + 0.5 * (expected_tokens or 0.25 * max_new_tokens)
 
     def wanted(self) -> int:
         """How many more prompts the core would like to have at hand: what could be admitted, and one batch more."""
@@ -143,6 +146,7 @@ class Coordinator:
         self._board.lift(work)
         work.tokens, work.phase = tokens, Phase.GENERATED
         self._counts["generated_tokens"] += tokens
+        self._desk.learn_length(work.prompt_tokens, tokens)
         if work.evaluation:
             del self._works[tid]
         else:
@@ -243,7 +247,13 @@ class Coordinator:
 
     def published(self, version: int) -> None:
         """Every store holds this version: Pulls may be told."""
-        self._desk.published = max(self._desk.published, version)
+        desk = self._desk
+        if version <= desk.published:
+            return
+        if desk.published >= 0:
+            life_s = (desk.now_s - self._published_s) / (version - desk.published)
+            desk.version_life_s = 0.5 * (desk.version_life_s + life_s) if desk.version_life_s else life_s
+        desk.published, self._published_s = version, desk.now_s
 
     def next_batch(self) -> Batch | None:
         """What the next step trains on, if it is ready; taken from the books for good."""

@@ -39,6 +39,8 @@ class Desk:
     published: int = -1
     now_s: float = 0.0
     may_begin: Callable[[Desk], bool] = lambda desk: True  # the policy's say on groups without a place
+    version_life_s: float = 0.0  # between two published versions, smoothed; 0 until two were published
+    mean_context_tokens: float = 0.0  # of a trajectory at half its length, smoothed over finished ones
     unfinished: int = 0  # trajectories dispatched and not yet generated, evaluation apart
 
     @property
@@ -59,6 +61,24 @@ class Desk:
         self.unfinished += 1
         self.board.route(work, instance)
         return True
+
+    def learn_length(self, prompt_tokens: int, tokens: int) -> None:
+        """A trajectory finished: on the mean over its life its context was half its length."""
+        self.mean_context_tokens += 0.01 * (prompt_tokens + 0.5 * tokens - self.mean_context_tokens)
+
+    def beginnable(self) -> int:
+        """New trajectories that the books would admit at the published version."""
+        if not self.offers or self.published > self.ledger.version or not self.ledger.can_reserve(self.published):
+            return 0
+        places = (self.ledger.eta + 1) * (self.ledger.batch_groups + self.ledger.spare_groups)
+        first = self.offers[0].size - self.offers[0].placed if self.offers[0].placed else 0
+        groups = min(places - self.outstanding_groups, len(self.offers))
+        return max(0, groups) * self.offers[0].size + first
+
+    def stranded(self) -> int:
+        """Trajectories that wait and are too new for every instance."""
+        newest = max(i.spec_version for i in self.board.instances.values())
+        return sum(len(level) for floor, level in self.board.levels.items() if floor > newest)
 
     def lagging(self) -> Iterator[Instance]:
         """Instances that may be told to Pull: older than what is published, and without evaluation work."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from staleflow.coordination.board import Instance, Work
-from staleflow.coordination.desk import Desk
+from staleflow.coordination.desk import Desk, Group
 
 
 class Routing(Protocol):
@@ -43,10 +43,12 @@ class _Fleet:
             heapq.heappop(heap)
         return None
 
-    def used(self, version: int) -> None:
-        """The best instance of this version was given something: score it again."""
-        _, index, instance = self._heaps[version][0]
-        heapq.heapreplace(self._heaps[version], (-self._routing.score(instance, self._desk), index, instance))
+    def used(self, version: int, instance: Instance) -> None:
+        """This instance was given something: score it again. One that is not the best is scored when it comes up."""
+        heap = self._heaps[version]
+        if heap[0][2] is instance:
+            entry = (-self._routing.score(instance, self._desk), instance.info.index, instance)
+            heapq.heapreplace(heap, entry)
 
 
 class _Scored:
@@ -85,14 +87,14 @@ class _Scored:
         """Place waiting trajectories until the first that finds no instance; returns how many."""
         routed = 0
         for work in waiting:
-            admissible = (v for v in fleet.versions if v >= work.floor)  # noqa: B023  # consumed at once
+            admissible = (v for v in fleet.versions if v >= work.floor)
             version = self._place(fleet, admissible, work.context_tokens, False)
             if version is None:
                 break
             instance = fleet.best(version, work.context_tokens, False)
             assert instance is not None
             desk.board.route(work, instance)
-            fleet.used(version)
+            fleet.used(version, instance)
             routed += 1
         return routed
 
@@ -109,12 +111,17 @@ class _Scored:
             version = self._place(fleet, admitted, group.prompt_tokens, True)
             if version is None:
                 return
-            instance = fleet.best(version, group.prompt_tokens, True)
-            assert instance is not None
+            instance = self._beside_siblings(fleet, desk, group, version)
             if not desk.start(group, instance):
                 return
-            fleet.used(version)
+            fleet.used(version, instance)
             budget -= 1
+
+    def _beside_siblings(self, fleet: _Fleet, desk: Desk, group: Group, version: int) -> Instance:
+        """The best instance of this version, or the one of the member before, where the prompt is cached."""
+        best = fleet.best(version, group.prompt_tokens, True)
+        assert best is not None
+        return best
 
     def _place(self, fleet: _Fleet, versions: Iterable[int], context_tokens: int, fresh: bool) -> int | None:
         """The first version with an instance that takes the trajectory."""
@@ -139,33 +146,56 @@ class LeastLoaded(Balanced):
 
 
 class MarginalGain(LeastLoaded):
-    """The largest gain in throughput by the cost model, and only where it is at least `mu` of the ideal (paper)."""
+    """The largest gain in throughput by the cost model, and only where it is at least `mu` of the ideal (paper).
+
+    Other than in the paper, a resumed trajectory is not kept waiting for its gain: an older step waits for it.
+    """
 
     def score(self, instance: Instance, desk: Desk) -> float:
         return desk.cost.gain(instance.n, instance.kv_tokens, 0.0)
 
     def worth(self, instance: Instance, context_tokens: int, desk: Desk, fresh: bool) -> bool:
+        if not fresh:
+            return True
         ideal = desk.cost.throughput(1, context_tokens)
         return desk.cost.gain(instance.n, instance.kv_tokens, context_tokens) >= desk.settings.mu * ideal
 
 
-class Urgency(LeastLoaded):
-    """Least step time; a new prompt does not slow stragglers that the next step waits for by more than `slowdown`."""
+class StepTime(LeastLoaded):
+    """The shortest decode step first, as it will be when all have grown to their mean; growth-, prefill-aware.
+
+    Throughput follows from balance, so no trajectory is kept waiting for its marginal gain: begun early it has more
+    time until the step that must train on it. It is kept waiting where the cache would not hold what all will have
+    grown to, since a preempted context is computed twice. The members of a group stay together, where their prompt is
+    computed once, as long as that step is at most `affinity` times the best one.
+    """
 
     def score(self, instance: Instance, desk: Desk) -> float:
-        return -desk.cost.step_s(instance.n + 1, instance.kv_tokens)
+        return -desk.cost.step_s(instance.n + 1, self._grown(instance, desk))
 
-    def worth(self, instance: Instance, context_tokens: int, desk: Desk, fresh: bool) -> bool:
-        due = instance.due(desk.ledger.version - desk.ledger.eta)
-        if not (due and fresh):
-            return True
-        alone = desk.cost.step_s(due, instance.kv_tokens * due / instance.n)
-        return desk.cost.step_s(instance.n + 1, instance.kv_tokens + context_tokens) <= desk.settings.slowdown * alone
+    def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
+        if not super().fits(instance, context_tokens, desk):
+            return False
+        room = desk.settings.kv_limit * instance.info.kv_capacity_tokens - self._grown(instance, desk)
+        return context_tokens <= room or instance.n == 0
+
+    def _grown(self, instance: Instance, desk: Desk) -> float:
+        """Tokens in the cache when each trajectory has grown by the mean context, one more trajectory included."""
+        return instance.kv_tokens + desk.settings.growth * desk.mean_context_tokens * (instance.n + 1)
+
+    def _beside_siblings(self, fleet: _Fleet, desk: Desk, group: Group, version: int) -> Instance:
+        best = super()._beside_siblings(fleet, desk, group, version)
+        before = next(reversed(group.works.values()), None)
+        home = None if before is None or before.instance is None else desk.board.instances[before.instance]
+        if home is None or home.spec_version != version or not self.fits(home, group.prompt_tokens, desk):
+            return best
+        near = self.score(home, desk) >= desk.settings.affinity * self.score(best, desk)  # scores are negative
+        return home if near and self.worth(home, group.prompt_tokens, desk, True) else best
 
 
 ROUTINGS: dict[str, type[_Scored]] = {
     "balanced": Balanced,
     "least_loaded": LeastLoaded,
     "marginal_gain": MarginalGain,
-    "urgency": Urgency,
+    "step_time": StepTime,
 }

@@ -49,6 +49,53 @@ class Paper(_EachLagging):
         return oldest is None or oldest > instance.spec_version
 
 
+class Gain:
+    """The hypothesis test: Pull when that gains more tokens over the next version's life than it costs.
+
+    Price: the tokens not decoded while the parameters load and the contexts are computed again. Gain: the throughput
+    that the instance adds once it runs its share of what may begin (or go on) only at a newer version. The cheapest
+    instance is asked first, and takes its share away from the others; an instance that is left out drains, which makes
+    its Pull cheaper and its gain larger.
+    """
+
+    def __call__(self, desk: Desk) -> bool:
+        lagging = [i for i in desk.lagging() if desk.settings.partial_rollout or not i.held]
+        if not lagging:
+            return False
+        told = False
+        for instance in [i for i in lagging if not i.held]:
+            desk.board.pull(instance, desk.published)
+            lagging.remove(instance)
+            told = True
+        available = desk.beginnable() - self._places(desk)
+        share = (sum(i.n for i in desk.board.instances.values()) + max(0, available)) / len(desk.board.instances)
+        for instance in sorted(lagging, key=lambda i: i.kv_tokens):
+            more = min(available, int(share) + 1 - instance.n) + desk.stranded()
+            if more > 0 and self._gain(instance, more, desk) > self._price(instance, desk):
+                desk.board.pull(instance, desk.published)
+                available -= more
+                told = True
+        return told
+
+    def _places(self, desk: Desk) -> int:
+        """What the instances that hold the newest version already will take."""
+        instances = desk.board.instances.values()
+        mean = sum(i.n for i in instances) / len(instances)
+        return int(sum(max(0.0, mean - i.n) for i in instances if i.spec_version >= desk.published))
+
+    def _gain(self, instance: Instance, more: int, desk: Desk) -> float:
+        room = instance.info.kv_capacity_tokens - instance.kv_tokens
+        more = min(more, instance.info.max_running - instance.n, int(room / desk.mean_context_tokens))
+        if more <= 0:
+            return 0.0
+        after = desk.cost.throughput(instance.n + more, instance.kv_tokens + more * desk.mean_context_tokens)
+        return (after - desk.cost.throughput(instance.n, instance.kv_tokens)) * desk.version_life_s
+
+    def _price(self, instance: Instance, desk: Desk) -> float:
+        seconds = desk.settings.pull_s + desk.cost.prefill_s(instance.kv_tokens)
+        return seconds * desk.cost.throughput(instance.n, instance.kv_tokens)
+
+
 class WhenDrained:
     """All together, and only when nothing is being generated: the barrier of `sync` and `one_step`.
 
@@ -66,4 +113,9 @@ class WhenDrained:
         return told
 
 
-SYNCHRONIZATIONS: dict[str, type[Synchronization]] = {"greedy": Greedy, "paper": Paper, "drained": WhenDrained}
+SYNCHRONIZATIONS: dict[str, type[Synchronization]] = {
+    "greedy": Greedy,
+    "paper": Paper,
+    "gain": Gain,
+    "drained": WhenDrained,
+}

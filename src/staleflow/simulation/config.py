@@ -41,7 +41,7 @@ class Costs(Section):
     push_s: Seconds = 0.0
     reward_s: Seconds = 0.0
     train_s: Seconds = 0.0
-    train_s_per_token: Seconds = 0.0
+    train_s_per_token: Seconds | Literal["balanced"] = 0.0  # balanced: as long as the rollout at the fluid rate
 
 
 class Workload(Section):
@@ -53,12 +53,12 @@ class Workload(Section):
 
     kind: Literal["lognormal", "pareto", "bimodal", "trace"] = "lognormal"
     mu: float = 8.1
-    sigma: float = Field(0.95, ge=0.0)
-    correlation: float = Field(0.0, ge=0.0, le=1.0)
+    sigma: Annotated[float, Field(ge=0.0)] = 0.95
+    correlation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     minimum: Positive = 1
-    alpha: float = Field(1.5, gt=0.0)
-    share: float = Field(0.1, ge=0.0, le=1.0)
-    factor: float = Field(6.0, gt=0.0)
+    alpha: Annotated[float, Field(gt=0.0)] = 1.5
+    share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    factor: Annotated[float, Field(gt=0.0)] = 6.0
     trace: Path | None = None
     clip: Positive = 20_000
     prompt_tokens: Positive = 512
@@ -68,18 +68,18 @@ class Staleness(Section):
     batch_groups: Positive
     group_size: Positive = 1
     eta: tuple[Annotated[int, Field(ge=0)], ...] = (1, 2, 3)
-    spare_groups: int = Field(0, ge=0)
-    spare_members: int = Field(0, ge=0)
+    spare_groups: Annotated[int, Field(ge=0)] = 0
+    spare_members: Annotated[int, Field(ge=0)] = 0
 
 
 class Run(Section):
     """Virtual time: `steps` training steps, of which the first `warmup` are not measured."""
 
     steps: Positive = 20
-    warmup: int = Field(4, ge=0)
+    warmup: Annotated[int, Field(ge=0)] = 4
     seeds: Positive = 5
-    cycle_s: float = Field(0.05, gt=0.0)
-    snapshot_s: float = Field(1.0, gt=0.0)
+    cycle_s: Annotated[float, Field(gt=0.0)] = 0.05
+    snapshot_s: Annotated[float, Field(gt=0.0)] = 1.0
 
 
 class Variant(Section):
@@ -89,8 +89,8 @@ class Variant(Section):
     policy: str = "staleflow"
     eta: tuple[int, ...] | None = None  # None: the study's
     settings: dict[str, float | int | bool | str] = {}
-    spare_groups: int = Field(0, ge=0)
-    spare_members: int = Field(0, ge=0)
+    spare_groups: Annotated[int, Field(ge=0)] = 0
+    spare_members: Annotated[int, Field(ge=0)] = 0
 
 
 class Study(Section):
@@ -110,7 +110,9 @@ class Study(Section):
         known = CoordinationSettings.__dataclass_fields__
         for key in merged:
             if key not in known:
-                raise StudyError(f"{self.name}: variant {variant.name!r}: unknown setting {key!r}; known: {', '.join(known)}")
+                raise StudyError(
+                    f"{self.name}: variant {variant.name!r}: unknown setting {key!r}; known: {', '.join(known)}"
+                )
         return CoordinationSettings(**merged)
 
 

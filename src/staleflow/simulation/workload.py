@@ -28,7 +28,8 @@ class Lengths:
         block, row = divmod(group_id, _BLOCK)
         if block not in self._blocks:
             self._blocks[block] = self._make(block)
-        return self._blocks[block][row]
+        row_lengths: IntArray = self._blocks[block][row]
+        return row_lengths
 
     def _make(self, block: int) -> IntArray:
         shape = (_BLOCK, self._members)

@@ -1,14 +1,15 @@
-"""The event loop of virtual time: the real coordinator and the real books over simulated engines and a simulated trainer.
+"""The event loop of virtual time: the real coordinator and books over simulated engines and a simulated trainer.
 
-    consumes     events by time: an engine's next end, a command's arrival, a reward, a trained step, a published version
-    produces     an `Outcome`: what was trained, when, how old, how long, and what was wasted
-    waits for    nothing: a run that makes no progress ends with an error that names what the trainer waits for
+consumes     events by time: an engine's next end, a command's arrival, a reward, a trained step, a published version
+produces     an `Outcome`: what was trained, when, how old, how long, and what was wasted
+waits for    nothing: a run that makes no progress ends with an error that names what the trainer waits for
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from staleflow.coordination.coordinator import Coordinator
@@ -17,6 +18,7 @@ from staleflow.coordination.ledger import make_ledger
 from staleflow.coordination.types import Abort, Batch, Command, InstanceInfo, Interrupt, Pull, Route
 from staleflow.simulation.config import Study, Variant
 from staleflow.simulation.engine import NEVER, Engine, Sample
+from staleflow.simulation.fluid import fluid_bound, train_s
 from staleflow.simulation.outcome import Outcome, Recorder
 from staleflow.simulation.workload import Lengths
 from staleflow.trajectories.schema import group_and_member
@@ -27,9 +29,12 @@ _STALLED_S = 200_000.0  # virtual seconds without a trained step
 class World:
     """One run of one variant at one eta and seed. `run()` may be called once."""
 
-    def __init__(self, study: Study, cost: CostModel, variant: Variant, eta: int, seed: int, gantt: bool = False) -> None:
+    def __init__(
+        self, study: Study, cost: CostModel, variant: Variant, eta: int, seed: int, gantt: bool = False
+    ) -> None:
         s = study.staleness
         self._study, self._costs = study, study.costs
+        self._fluid = fluid_bound(study, cost)
         self.ledger = make_ledger(
             variant.policy,
             batch_groups=s.batch_groups,
@@ -39,11 +44,11 @@ class World:
             spare_members=s.spare_members + variant.spare_members,
         )
         fleet = study.fleet
-        infos = [
-            InstanceInfo(i, i // 8, fleet.max_running, fleet.kv_capacity_tokens) for i in range(fleet.instances)
-        ]
+        infos = [InstanceInfo(i, i // 8, fleet.max_running, fleet.kv_capacity_tokens) for i in range(fleet.instances)]
         planned = cost if fleet.prefill else CostModel(cost.k1, cost.k2, cost.k3, cost.k4)
-        self.coordinator = Coordinator(study.settings(variant), self.ledger, planned, infos)
+        self.coordinator = Coordinator(
+            replace(study.settings(variant), pull_s=study.costs.pull_s), self.ledger, planned, infos
+        )
         self.engines = [Engine(i, cost, prefill=fleet.prefill, pull_s=study.costs.pull_s) for i in infos]
         self._lengths = Lengths(study.workload, s.group_size + s.spare_members + variant.spare_members, seed)
         self._kept: dict[int, Sample] = {}  # the trajectory server: what is on no engine
@@ -173,7 +178,7 @@ class World:
             return
         samples = [[self._kept.pop(tid) for tid in tids] for _, tids in batch.groups]
         tokens = sum(s.target_tokens for group in samples for s in group)
-        seconds = self._costs.train_s + self._costs.train_s_per_token * tokens
+        seconds = train_s(self._study, self._fluid.rollout_tokens_per_s, tokens)
         self._training, self._last_batch_s = True, self._now_s
         self._recorder.begin_step(self._now_s, batch.step, samples, seconds)
         self._at(self._now_s + seconds, self._trained, batch)

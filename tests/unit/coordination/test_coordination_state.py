@@ -177,9 +177,9 @@ class Delays(RuleBasedStateMachine):
         group_size=st.integers(1, 3),
         spares=st.integers(0, 1),
         filtering=st.booleans(),
-        routing=st.sampled_from(("balanced", "least_loaded", "marginal_gain", "urgency")),
-        synchronization=st.sampled_from(("paper", "greedy")),
-        migration=st.sampled_from(("none", "subset", "all", "rebalance")),
+        routing=st.sampled_from(("balanced", "least_loaded", "marginal_gain", "step_time")),
+        synchronization=st.sampled_from(("paper", "greedy", "gain")),
+        migration=st.sampled_from(("none", "subset", "all")),
     )
     def start(self, policy, eta, group_size, spares, filtering, **strategies) -> None:
         self.world = World(policy, eta, group_size, spares, filtering and group_size > 1, **strategies)
