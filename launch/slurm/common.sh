@@ -22,6 +22,7 @@ open_attempt() {
     local attempt_dir=$run_dir/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     (umask 077 && mkdir -p "$attempt_dir")
     export STALEFLOW_ATTEMPT=$attempt_dir
+    touch "$attempt_dir/started"
     if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # older Slurm does not set it; the ranks stop in time for a checkpoint
         local end
         end=$(scontrol show job -o "$SLURM_JOB_ID" | grep -o ' EndTime=[^ ]*')
@@ -48,12 +49,14 @@ run_and_wait() {
     trap - USR1 TERM
 }
 
-# srun's own code hides the failing rank's: the ranks noted the first one.
+# srun's own code hides the failing rank's: the ranks noted the first one that ended, and the job the first cause.
 finish() {
-    local failed
+    local failed cause
+    cause=$(find "$run_dir" -path '*/attempt_*/first_failure.json' -newer "$STALEFLOW_ATTEMPT/started" -exec cat {} +)
+    if [ -n "$cause" ]; then echo "staleflow: cause: $cause" >&2; fi
     if [ -s "$STALEFLOW_ATTEMPT/first_failure" ]; then
         read -r code failed <"$STALEFLOW_ATTEMPT/first_failure"
-        echo "staleflow: first failure: $failed, exit code $code; logs: $run_dir/attempt_*/" >&2
+        echo "staleflow: first to end: $failed, exit code $code; logs: $run_dir/attempt_*/" >&2
     elif [ "$code" = 0 ] && [ -e "$STALEFLOW_ATTEMPT/stopped" ]; then
         requeue
     fi

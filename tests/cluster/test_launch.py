@@ -34,7 +34,7 @@ def test_the_first_rank_that_fails_ends_the_job_and_is_named(cluster, submit, la
     number, run_dir = submit({"do": "exit", "rank": 4, "code": 7}, "--launcher", launcher)
     job = cluster.wait(number, 60)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "7:0"), log_of(run_dir)
-    assert "first failure: rank 4 on node2, exit code 7" in log_of(run_dir)
+    assert "first to end: rank 4 on node2, exit code 7" in log_of(run_dir)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -42,7 +42,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster, submit, launcher):
     number, run_dir = submit({"do": "kill", "rank": 1}, "--launcher", launcher)
     job = cluster.wait(number, 60)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "137:0"), log_of(run_dir)
-    assert "first failure: rank 1 on node1, exit code 137" in log_of(run_dir)
+    assert "first to end: rank 1 on node1, exit code 137" in log_of(run_dir)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

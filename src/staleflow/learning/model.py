@@ -159,6 +159,7 @@ def shard(policy: PolicyModel, settings: ModelSettings, mesh: DeviceMesh) -> Non
     for module in policy.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no pre-multiplied sum
 
 
 def _distribute(

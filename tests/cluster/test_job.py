@@ -1,0 +1,101 @@
+"""Real jobs on two nodes: three launchers, a killed rank, a cut cable. The scripted engine stands for vLLM.
+
+Both nodes have a /dev/shm of their own, so that rings, arenas and stores of one cannot be seen by the other.
+"""
+
+import json
+import sys
+import time
+
+import pytest
+
+from staleflow.data import addition
+from tests.job.harness import Task
+
+from .conftest import HERE, ROOT, log_of
+
+LAUNCHERS = ("srun", "torchrun", "mpirun")
+NODES = ("node1", "node2")
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    root = tmp_path_factory.mktemp("addition")
+    addition.main([str(root)])
+    return Task(root)
+
+
+@pytest.fixture
+def start(cluster, task, tmp_path):
+    """start(*flags, **changes) -> (job number, run directory): configs/demo.toml on two nodes."""
+
+    def call(*flags, **changes):
+        overrides = task.overrides(tmp_path, **{"evaluation__max_prompts": 2, **changes})
+        answer = cluster(
+            *("run", "ctl", "env", "-C", str(ROOT), sys.executable, "-m", "staleflow", "submit", "configs/demo.toml"),
+            *overrides,
+            *("--nodes", "2", "--gpus-per-node", "0", "--time", "30", "--site", str(HERE / "site.env"), *flags),
+        )
+        return answer.split()[3], tmp_path / "test"
+
+    return call
+
+
+def shared_memory(cluster):
+    return {node: cluster("run", node, "ls", "-A", "/dev/shm").split() for node in NODES}
+
+
+def wait_for_step(run_dir, step, limit_s=120):
+    path = run_dir / "metrics.jsonl"
+    end_s = time.monotonic() + limit_s
+    while not path.exists() or len(path.read_text().splitlines()) <= step:
+        assert time.monotonic() < end_s, log_of(run_dir)
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_over_two_nodes_completes_and_trains_on_what_the_other_node_generated(cluster, start, launcher):
+    """Node 1 has the trainers only: every payload came from node 2, every version went there."""
+    number, run_dir = start("--launcher", launcher, trainer__ranks=2, rollout__instances=2)
+    job = cluster.wait(number, 240)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(run_dir)
+    roles = [(r["node"], r["role"]) for r in json.loads((run_dir / "plan.json").read_text())["ranks"]]
+    assert roles == [(0, "host"), (0, "trainer"), (0, "trainer"), (1, "host"), (1, "rollout"), (1, "rollout")]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["trained_trajectories"]) == ("completed", 48)
+    assert summary["max_staleness"] <= summary["eta"]
+    assert summary["protocol"]["trajectories"]["outstanding"] == 0
+    assert shared_memory(cluster) == {"node1": [], "node2": []}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_ends_the_job_soon_and_is_named(cluster, start, launcher):
+    number, run_dir = start("--launcher", launcher, run__steps=100000, rollout__instances=3)
+    wait_for_step(run_dir, 2)
+    log = run_dir / "attempt_0" / "rank_5.rollout.log"
+    pid = cluster(
+        "run", "node2", "sh", "-c", f"for f in /proc/[0-9]*/fd/1; do [ $f -ef {log} ] && echo $f; done"
+    ).split("/")[2]
+    began_s = time.monotonic()
+    cluster("run", "node2", "kill", "-KILL", pid)
+    job = cluster.wait(number, 60)
+    assert time.monotonic() - began_s < 45, "far more than a loaded test machine explains"
+    assert job["JobState"] == "FAILED"
+    assert "rank 5" in log_of(run_dir)
+    assert shared_memory(cluster) == {"node1": [], "node2": []}
+
+
+def test_a_cut_cable_is_named_and_hangs_nobody(cluster, start):
+    number, run_dir = start("--sbatch=--no-requeue", run__steps=100000, rollout__instances=3)
+    wait_for_step(run_dir, 2)
+    cluster("partition", "node2")
+    try:
+        job = cluster.wait(number, 120)
+    finally:
+        cluster("heal", "-w", "node2")
+    assert job["JobState"] in ("FAILED", "NODE_FAIL")
+    assert "rank 3 (host of node2) has been silent" in log_of(run_dir) + (run_dir / "summary.json").read_text()
+    end_s = time.monotonic() + 60
+    while shared_memory(cluster) != {"node1": [], "node2": []}:
+        assert time.monotonic() < end_s, shared_memory(cluster)
+        time.sleep(1)
