@@ -198,8 +198,9 @@ def _contradictions(c: Config) -> typing.Iterator[str]:
     per_step = c.staleness.batch_groups * c.staleness.group_size
     if per_step < c.trainer.ranks * c.algorithm.updates_per_step:
         yield (
-            f"staleness.batch_groups = {c.staleness.batch_groups}: {per_step} trajectories a step cannot be divided over "
-            f"trainer.ranks = {c.trainer.ranks} x algorithm.updates_per_step = {c.algorithm.updates_per_step}; raise it"
+            f"staleness.batch_groups = {c.staleness.batch_groups}: {per_step} trajectories a step cannot be divided "
+            f"over trainer.ranks = {c.trainer.ranks} x algorithm.updates_per_step = {c.algorithm.updates_per_step}; "
+            "raise it"
         )
     if c.algorithm.temperature not in (1.0, c.rollout.temperature):
         yield (

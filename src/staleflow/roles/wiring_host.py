@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -174,7 +173,14 @@ def _coordinate(job: Job, node: _Node, resume: Resume, console: TextIO) -> int:
 
     books = Books(resume.journal, resume.ledger.dump, Gate(send))
     role = build_coordinator(job.config, job.plan, resume, books, StopWatch(job.run_dir), observer)
-    _loop(job, node, role, books, inbox, observer, links)
+    try:
+        _loop(job, node, role, books, inbox, observer, links)
+    except Exception as error:
+        role.fail(f"rank 0 (host) failed: {type(error).__name__}: {error}")
+        for link in node.host.links:
+            link.stop(FAILED)
+        observer.finish("failed", role.outcome.reason if role.outcome else str(error), FAILED)
+        raise
     if links is not None:
         log.info("links between hosts: %s", links.counters)
         links.close()
@@ -228,7 +234,7 @@ def _stop_by_signal(job: Job, node: _Node, role: CoordinatorRole) -> None:
     node.host.look_now()
     role.turn([(0, message) for message in _drained(node.outbox)], time.monotonic())
     number, job.signal = job.signal, 0
-    role.stop(number, signal.Signals(number).name)
+    role.stop(number, f"signal {number}")
 
 
 def _see_off(job: Job, node: _Node) -> None:
