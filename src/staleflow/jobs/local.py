@@ -1,11 +1,13 @@
 """Start all ranks on this machine: `staleflow run` without a launcher. torchrun starts them, this one looks after it.
 
-The exit code tells how it ended: 0 completed, 130 Ctrl-C, 143 SIGTERM, 1 failed, 2 refused.
+The exit code tells how it ended: 0 completed, 130 Ctrl-C, 143 SIGTERM, 85 stopped with a checkpoint, 1 failed, 2
+refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from staleflow.config import Config
+from staleflow.jobs.stop import STOP_FILE, STOPPED
 
 REFUSED = 2
 
@@ -38,10 +41,24 @@ def run_here(config: Config, arguments: Sequence[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
+    # torchrun would die of it; the stop file reaches rank 0 and means the same.
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: (config.run_dir / STOP_FILE).write_text("SIGUSR1\n"))
+    started_s = time.time()
     code = _wait(child, received, config.fault.stop_grace_s)
     if received:
         return 128 + received[0]
+    if code and _exit_code_of(config, started_s) == STOPPED:
+        return STOPPED  # torchrun says 1 for whatever its ranks say
     return code if code in (0, REFUSED) else 1
+
+
+def _exit_code_of(config: Config, since_s: float) -> int | None:
+    """What rank 0 says of a run that has ended since then."""
+    path = config.run_dir / "summary.json"
+    if not path.exists() or path.stat().st_mtime < since_s:
+        return None
+    code = json.loads(path.read_text()).get("exit_code")
+    return None if code is None else int(code)
 
 
 def _wait(child: subprocess.Popen[bytes], received: list[int], grace_s: float) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from staleflow.checkpoint import layout
+from staleflow.coordination.types import EVAL_GROUP_BASE
 from staleflow.roles import messages as m
 from staleflow.trajectories.schema import Finish, decode, group_and_member
 from staleflow.trajectories.server import TrajectoryServer
@@ -118,7 +119,7 @@ class Spooling:
 
     def rewarded(self, message: m.Rewarded) -> None:
         tid = message.tid
-        if not self._durable or not self._server.knows(tid):
+        if not self._durable or not self._counts(tid):
             self._rewards[tid] = message.reward
             self._emit(message)
             return
@@ -129,15 +130,19 @@ class Spooling:
         """What an instance has of a trajectory that goes on, for a checkpoint."""
         if self._durable:
             self._append(FrameKind.PARTIAL, tid, payload, None)
-        elif self._server.knows(tid):
+        elif self._counts(tid):
             self._server.put(tid, payload)
 
     def _append(self, kind: FrameKind, tid: int, payload: bytes | memoryview, message: m.ToCoordinator | None) -> None:
-        if self._durable and self._server.knows(tid):
+        if self._durable and self._counts(tid):
             frame = encode_frame(kind, tid, self._server.prompt_index(tid), payload)
             self._jobs.put(_Append(frame, group_and_member(tid)[0], message))
         elif message is not None:
             self._emit(message)
+
+    def _counts(self, tid: int) -> bool:
+        """Whether it is to be trained on: neither evaluation nor given up."""
+        return group_and_member(tid)[0] < EVAL_GROUP_BASE and self._server.knows(tid)
 
     def forget(self, groups: Collection[int]) -> None:
         """These groups are trained on or given up."""
@@ -150,7 +155,7 @@ class Spooling:
         """Put into the checkpoint what is held: what is spooled already by reference, the rest now."""
         for tid in self._server.tids:
             record = self._server.get(tid)
-            if record is None or not self._server.knows(tid):
+            if record is None or not self._counts(tid):
                 continue
             partial = decode(record, copy=False).finish is Finish.PARTIAL
             index, group_id = self._server.prompt_index(tid), group_and_member(tid)[0]

@@ -22,6 +22,7 @@ from staleflow.jobs.preflight import model_facts
 from staleflow.jobs.runtime import Job
 from staleflow.learning.batch import PackedBatch
 from staleflow.learning.batch import pack as pack_nothing
+from staleflow.observe.spans import Spans
 from staleflow.roles.beginning import wait_for_start
 from staleflow.roles.messages import Failed
 from staleflow.roles.ranklink import RankLink
@@ -75,12 +76,14 @@ def play_trainer(job: Job) -> int:
             audit_dir=_audit_dir(job),
         )
         job.watch_signals()
+        spans = spans_of(job)
         try:
-            Trainer(settings, link, policy, publisher, unpack_to(device), job_signal(job)).run(started_s)
+            Trainer(settings, link, policy, publisher, unpack_to(device), job_signal(job), spans).run(started_s)
         finally:
+            spans.close()
             publisher.close()
     _retire(link)
-    return max(0, link.stop_code - 1)
+    return 0  # told to leave: the exit code of the job is rank 0's
 
 
 def play_rollout(job: Job) -> int:
@@ -110,12 +113,19 @@ def play_rollout(job: Job) -> int:
             probe=probe_tokens(config),
         )
         job.watch_signals()
+        spans = spans_of(job)
         try:
-            Rollout(settings, link, engine, puller, _agree(cut, None), job_signal(job)).run(started_s)
+            Rollout(settings, link, engine, puller, _agree(cut, None), job_signal(job), spans).run(started_s)
         finally:
+            spans.close()
             engine.close()
     _retire(link)
-    return max(0, link.stop_code - 1)
+    return 0  # told to leave: the exit code of the job is rank 0's
+
+
+def spans_of(job: Job) -> Spans:
+    directory = job.run_dir / "trace" if job.config.observe.trace else None
+    return Spans(directory, job.rank, job.me.role, instance=job.me.instance, attempt=job.attempt)
 
 
 def job_signal(job: Job) -> Callable[[], int]:

@@ -1,0 +1,3 @@
+from tests.job.conftest import task
+
+__all__ = ["task"]
