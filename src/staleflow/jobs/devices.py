@@ -1,4 +1,4 @@
-"""From the plan's device (its place among the node's device ranks) to the index that CUDA knows it by in this process."""
+"""From the plan's device (its place on its node) to the index that CUDA knows it by in this process."""
 
 from __future__ import annotations
 
