@@ -70,7 +70,7 @@ def test_cut_at_every_byte_it_recovers_a_prefix_with_everything_acknowledged(tmp
         if cut % 23 == 0:  # the same through the file system, which takes longer
             copy.write_bytes(written.data[:cut])
             assert recovered_state(copy) == written.states[operations]
-            assert copy.stat().st_size <= cut, "the torn tail is cut off"
+            assert copy.stat().st_size == contents.good_bytes, "the torn tail is cut off"
     assert operations == len(written.states) - 1
 
 
@@ -249,6 +249,21 @@ def test_a_full_disk_stops_the_run_and_loses_nothing_acknowledged(
         journal.commit()
     journal.close()
     assert recovered_state(path) == state
+
+
+def test_commit_returns_after_the_sync_and_the_sync_follows_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    write, sync = os.write, os.fdatasync
+    monkeypatch.setattr(os, "write", lambda file, data: order.append("write") or write(file, data))
+    monkeypatch.setattr(os, "fdatasync", lambda file: order.append("sync") or sync(file))
+    with Journal.create(tmp_path / "journal", RUN, StalenessProtocol(4, 1, 1)) as journal:
+        for group_id in range(5):
+            journal.protocol.reserve(group_id, 0, 0)
+        order.clear()
+        assert journal.commit() == 5
+    assert order == ["write", "sync"], "five operations, one write, one sync"
 
 
 def test_wrong_files_are_refused_with_a_reason(tmp_path: Path) -> None:

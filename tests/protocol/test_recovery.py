@@ -195,6 +195,18 @@ def test_finished_work_of_surviving_weights_is_kept_and_the_rest_is_aborted(tmp_
     assert recovered.protocol.consume() == [0] and recovered.protocol.consume() == [1]
 
 
+def test_a_trajectory_that_was_begun_anew_after_the_checkpoint_is_not_the_one_in_it(tmp_path: Path) -> None:
+    with Journal.create(tmp_path / "journal", RUN, StalenessProtocol(1, 2, 2)) as journal:
+        protocol = journal.protocol
+        assert protocol.reserve(0, 0, 0) and protocol.reserve(0, 1, 0)
+        mark = journal.mark()
+        protocol.release(0, "failed", member=1)
+        assert protocol.reserve(0, 1, 0)
+        journal.commit()
+    recovered = recover(read(journal.path, RUN), mark.state, lambda *_: True)
+    assert recovered.restarted == [(0, 0)] and recovered.aborted == [(0, 1)]
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with Journal.create(tmp_path / "journal", RUN, StalenessProtocol(1, 1, 2)) as journal:
         journal.protocol.reserve(0, 0, 0)

@@ -17,21 +17,10 @@ class IdIntervals:
         place = bisect_right(self.firsts, value) - 1
         return place >= 0 and value <= self.lasts[place]
 
-    def add(self, value: int) -> bool:
-        """Add `value`; False when it was there already."""
-        lasts = self.lasts
-        if lasts and value == lasts[-1] + 1:
-            lasts[-1] = value
-            return True
-        place = bisect_right(self.firsts, value)
-        if place and value <= lasts[place - 1]:
-            return False
-        self._insert(place, value)
-        return True
-
-    def _insert(self, place: int, value: int) -> None:
-        """Insert the new `value` between the intervals `place - 1` and `place`, merging those that it connects."""
+    def add(self, value: int) -> None:
+        """Add a value that is not in the set yet, merging the intervals that it connects."""
         firsts, lasts = self.firsts, self.lasts
+        place = bisect_right(firsts, value)
         joins_left = place > 0 and lasts[place - 1] == value - 1
         joins_right = place < len(firsts) and firsts[place] == value + 1
         if joins_left and joins_right:
