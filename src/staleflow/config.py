@@ -101,12 +101,12 @@ class Trainer(Section):
 class Parameters(Section):
     transport: Literal["broadcast", "direct", "file"] = "broadcast"
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    bucket_mib: float = Field(64.0, gt=0.0)
+    bucket_mib: float = Field(default=64.0, gt=0.0)
     delta: bool = False
 
 
 class Checkpoint(Section):
-    every_steps: int = Field(0, ge=0)  # 0: none but at a requested stop
+    every_steps: int = Field(default=0, ge=0)  # 0: none but at a requested stop
     keep: Positive = 2
     resume: Literal["never", "auto", "must"] = "never"
 
@@ -132,7 +132,8 @@ class Fault(Section):
 class Observe(Section):
     tensorboard: bool = True
     live: Literal["auto", "always", "never"] = "auto"
-    probe_tokens: int = Field(256, ge=0)  # tokens of the log-probability gap probe; 0: none
+    trace: bool = True  # spans of every rank, merged by `staleflow report RUN --trace`
+    probe_tokens: int = Field(default=256, ge=0)  # tokens of the log-probability gap probe; 0: none
     audit_weights: bool = False  # keep every version's weights, for scoring segments again (tests)
 
 
@@ -187,8 +188,8 @@ def _contradictions(c: Config) -> typing.Iterator[str]:
         )
     if c.algorithm.advantage in ("grpo", "dr_grpo", "rloo") and c.staleness.group_size < 2:
         yield (
-            f"staleness.group_size = {c.staleness.group_size}: algorithm.advantage = {c.algorithm.advantage!r} compares "
-            "the members of a group and needs at least 2"
+            f"staleness.group_size = {c.staleness.group_size}: algorithm.advantage = {c.algorithm.advantage!r} "
+            "compares the members of a group and needs at least 2"
         )
     if c.trainer.microbatch_tokens < c.longest_tokens:
         yield (
@@ -236,7 +237,7 @@ def parse(raw: dict[str, Any], origin: str = "config") -> Config:
 
 def dumps(config: Config) -> str:
     """The resolved config as TOML, ready to be read again."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return str(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

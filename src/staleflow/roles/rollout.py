@@ -25,6 +25,7 @@ import numpy as np
 
 from staleflow.coordination.types import EVAL_GROUP_BASE, Abort, Command, Interrupt, Pull, Route
 from staleflow.engines.base import Engine
+from staleflow.observe.spans import GENERATE, PULL, TRAJECTORIES, WAIT, Spans
 from staleflow.parameters.pull import Puller
 from staleflow.roles.held import Held
 from staleflow.roles.messages import Copied, Kind, Probe, Pulled, Ready, Snapshot, decode_command, decode_save_request
@@ -59,7 +60,10 @@ class Rollout:
         puller: Puller,
         agree: Callable[[int], int],
         signal: Callable[[], int] = lambda: 0,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans(None)
+        self._piece_began_ns: dict[int, int] = {}  # tid -> when its present piece began here
         self._signal = SignalReporter(settings.rank, link, signal)
         self._s, self._link, self._engine, self._puller, self._agree = settings, link, engine, puller, agree
         self._version = -1
@@ -81,6 +85,7 @@ class Rollout:
     def turn(self) -> None:
         self._signal.look()
         if not self._engine.busy() and not self._commands:
+            self._spans.state(WAIT)
             self._link.wait(IDLE_WAIT_S)
         self._receive()
         self._apply_cut()
@@ -142,6 +147,7 @@ class Rollout:
         temperature = self._s.evaluation_temperature if evaluation else self._s.temperature
         # Only for engines whose draws depend on the position too: a restarted vLLM request would repeat its draws.
         seed = held.seed if self._s.seed_per_request else None
+        self._piece_began_ns[held.tid] = time.perf_counter_ns()
         self._engine.add(held.request(self._s.max_tokens, temperature, seed))
 
     def _interrupt(self, tids: tuple[int, ...]) -> None:
@@ -149,6 +155,7 @@ class Rollout:
         self._engine.abort(mine)
         for tid in mine:
             held = self._held.pop(tid)
+            self._piece_ended(held, Finish.PARTIAL)
             if self._s.leader:
                 self._link.hand_over(Kind.RETURNED, held.record(Finish.PARTIAL))
 
@@ -170,7 +177,11 @@ class Rollout:
         if version <= self._version:
             return
         self._engine.abort(list(self._held))
-        result = self._puller.pull(version, self._s.pull_timeout_s)
+        for held in self._held.values():
+            self._piece_ended(held, Finish.PARTIAL)
+        self._spans.state(None)
+        with self._spans.span(PULL, version=version):
+            result = self._puller.pull(version, self._s.pull_timeout_s)
         self._version = result.version
         if self._s.probe:
             logprobs = np.asarray(self._engine.score(self._s.probe), np.float32)
@@ -183,6 +194,7 @@ class Rollout:
 
     def _step(self) -> None:
         began_s = time.monotonic()
+        self._spans.state(GENERATE, version=self._version)
         for delta in self._engine.step():
             held = self._held[delta.tid]
             held.extend(delta, self._version)
@@ -190,9 +202,16 @@ class Rollout:
             if delta.finish is not Finish.PARTIAL:
                 del self._held[delta.tid]
                 self._changed = True
+                self._piece_ended(held, delta.finish)
                 if self._s.leader:
                     self._link.hand_over(Kind.FINISHED, held.record(delta.finish))
         self._busy_s += time.monotonic() - began_s
+
+    def _piece_ended(self, held: Held, finish: Finish) -> None:
+        """For the timeline: what this instance made of a trajectory under one version."""
+        began_ns = self._piece_began_ns.pop(held.tid, 0)
+        facts = {"tid": held.tid, "version": self._version, "tokens": held.response_tokens, "finish": int(finish)}
+        self._spans.complete("trajectory", began_ns, time.perf_counter_ns(), TRAJECTORIES, **facts)
 
     # ---- reports -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +225,7 @@ class Rollout:
             return
         self._last_snapshot_s, self._changed = now_s, False
         load = self._engine.load()
+        self._spans.counter("kv", used=load.kv_tokens)
         progress = [(tid, held.response_tokens) for tid, held in self._held.items()]
         self._tell(
             Snapshot(

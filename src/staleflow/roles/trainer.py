@@ -28,6 +28,7 @@ from staleflow.checkpoint.trainer_state import TrainerCheckpoints
 from staleflow.learning.batch import BatchTotals, PackedBatch, pack
 from staleflow.learning.export import full_state
 from staleflow.learning.trainer import PolicyTrainer
+from staleflow.observe.spans import PUSH, TRAIN, WAIT, Spans
 from staleflow.parameters.publish import Publisher
 from staleflow.roles.messages import (
     Kind,
@@ -68,7 +69,9 @@ class Trainer:
         publisher: Publisher,
         unpack: Callable[[Any, Any, Any], PackedBatch],
         signal: Callable[[], int] = lambda: 0,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans(None)
         self._s, self._link, self._policy, self._publisher, self._unpack = settings, link, policy, publisher, unpack
         self._signal = SignalReporter(settings.rank, link, signal)
         self._checkpoints = TrainerCheckpoints(policy)
@@ -81,6 +84,7 @@ class Trainer:
         while not self._link.stop_code:
             self._signal.look()
             self._tell_saved()
+            self._spans.state(WAIT)
             record = self._next(IDLE_WAIT_S)
             if record is None:
                 self._link.flush()
@@ -125,12 +129,12 @@ class Trainer:
 
     def _step(self, header: StepHeader) -> None:
         began_s = time.monotonic()
+        self._spans.state(None)
         totals = BatchTotals(header.total_response_tokens, header.total_sequences)
-        metrics = self._policy.train_step(header.step, self._microbatches(header), totals)
-        trained_s = time.monotonic()
-        self._publish(header.step + 1)
-        now_s = time.monotonic()
-        self._link.report(StepDone(self._s.rank, header.step, metrics, now_s - began_s, now_s - trained_s))
+        with self._spans.span(TRAIN, step=header.step):
+            metrics = self._policy.train_step(header.step, self._microbatches(header), totals)
+        waited_s = self._publish(header.step + 1)
+        self._link.report(StepDone(self._s.rank, header.step, metrics, time.monotonic() - began_s, waited_s))
         self._link.flush()
 
     def _tell_saved(self) -> None:
@@ -141,15 +145,19 @@ class Trainer:
         else:
             self._link.report(SaveFailed(self._s.rank, result.version, result.error))
 
-    def _publish(self, version: int) -> None:
-        """Snapshot the shard; the publisher's thread sends it while the next step goes on."""
-        self._publisher.snapshot(version)
+    def _publish(self, version: int) -> float:
+        """Snapshot the shard; the publisher's thread sends it while the next step goes on. Seconds this rank lost."""
+        began_s = time.monotonic()
+        with self._spans.span(PUSH, version=version):
+            self._publisher.snapshot(version)
+        waited_s = time.monotonic() - began_s
         if self._s.audit_dir is not None:
             self._keep_weights(self._s.audit_dir / f"v{version}.safetensors")
         if self._s.probe:
             logprobs = self._policy.logprobs(self._probe())[1:]
             if self._s.leader:
                 self._link.report(Probe(self._s.rank, version, logprobs.float().cpu().numpy().tobytes()))
+        return waited_s
 
     def _probe(self) -> PackedBatch:
         """The probe as a response to its own first token."""
