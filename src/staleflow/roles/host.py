@@ -1,13 +1,14 @@
 """A host rank: the node's shard of the trajectory server, its rewards, its parameter store. No GPU, one per node.
 
-consumes      records from the up rings of its device ranks; messages of the coordinator; reward results; "stored" events
-              of the relay thread
+consumes      records from the up rings of its device ranks; messages of the coordinator; reward results; "stored"
+              events of the relay thread
 waits for     any of these, `WAIT_S` at most (the doorbell of the up rings wakes it at once)
 unblocked by  nobody: no call here waits for another rank. Full down rings fill an outbox, the relay has its own thread,
               rewards run in child processes
 produces      commands and micro-batches into the down rings; events for the coordinator
 
-It cannot deadlock: it never waits without a limit, and never stops draining the up rings while it has something to send.
+It cannot deadlock: it never waits without a limit, and never stops draining the up rings while it has something to
+send.
 """
 
 from __future__ import annotations

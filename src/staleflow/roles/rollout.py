@@ -50,7 +50,7 @@ class RolloutSettings:
 
 
 class Rollout:
-    """`agree(n) -> n of the leader` makes the instance's ranks take the same cut; identity without tensor parallelism."""
+    """`agree(n)` gives the leader's n, so that the instance's ranks take the same cut; identity without peers."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ class ArenaFull(RuntimeError):
 
 @dataclass(frozen=True)
 class PromptEntry:
-    """What starts and scores the members of a group. `tokens` int32 bytes; `index` is the prompt's place in the data."""
+    """What starts and scores the members of a group. `tokens` int32 bytes, `index` the prompt's place in the data."""
 
     tokens: bytes
     text: str
