@@ -149,6 +149,17 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
+def listen(info: LaunchInfo, host: str, port: int) -> int:
+    """Rank 0: a descriptor that listens at the meeting place, on that address only; for the store to take over.
+
+    Where the node's own name is its loopback address (as /etc/hosts of some distributions has it), on all addresses.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if LOOPBACK.match(str(address[0])) and info.n_nodes != 1:
+        return socket.create_server(("", port), family=family).detach()
+    return socket.create_server(address[:2], family=family).detach()
+
+
 def check_rendezvous(info: LaunchInfo) -> None:
     """At every rank, before anything waits there: the meeting place resolves, and is rank 0's own and free.
 

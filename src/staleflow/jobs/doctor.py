@@ -23,7 +23,7 @@ from typing import Any
 
 from staleflow.config import Config, load
 from staleflow.jobs import checks
-from staleflow.jobs.bootstrap import bootstrap_mpi, check_rendezvous, detect_here
+from staleflow.jobs.bootstrap import bootstrap_mpi, check_rendezvous, detect_here, listen
 from staleflow.jobs.checks import Finding
 from staleflow.jobs.env import LaunchInfo
 
@@ -85,7 +85,9 @@ def _together(config: Config | None, info: LaunchInfo) -> int:
     host, port = info.rendezvous or bootstrap_mpi(info)
     serves = info.rank == 0 and not info.agent_store
     timeout = timedelta(seconds=PATIENCE_S)
-    store = PrefixStore("doctor", TCPStore(host, port, info.world_size, serves, timeout, wait_for_workers=False))
+    fd = listen(info, host, port) if serves else None
+    tcp_store = TCPStore(host, port, info.world_size, serves, timeout, wait_for_workers=False, master_listen_fd=fd)
+    store = PrefixStore("doctor", tcp_store)
     run_dir = config.run_dir if config is not None else Path.cwd()
     mine = [*_local(config, info), *_canary(store, info, run_dir)]
     facts = {"node": socket.gethostname(), "versions": checks.versions(), "clock": _clock(store, info)}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.config import Config, ConfigError, dumps
+from staleflow.jobs.bootstrap import listen
 from staleflow.jobs.env import LaunchInfo
 from staleflow.jobs.plan import JobPlan, Node, RankPlan, plan
 
@@ -162,7 +163,10 @@ def start(config: Config, info: LaunchInfo, rendezvous: tuple[str, int], *, serv
     timeout = timedelta(seconds=config.fault.start_timeout_s)
     host, port = rendezvous
     try:
-        raw = dist.TCPStore(host, port, info.world_size, serves_store, timeout, wait_for_workers=False)
+        fd = listen(info, host, port) if serves_store else None
+        raw = dist.TCPStore(
+            host, port, info.world_size, serves_store, timeout, wait_for_workers=False, master_listen_fd=fd
+        )
     except Exception as error:
         limit = f"{timeout.total_seconds():.0f} s"
         raise StartError(f"rank {info.rank}: no store at {host}:{port} within {limit}") from error
