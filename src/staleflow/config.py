@@ -269,7 +269,7 @@ def _explain(fault: Any) -> str:
         return f"{key} = {fault['input']!r}: unknown key; {hint}"
     if fault["type"] == "missing":
         return f"{key}: missing; add it"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = str(fault["msg"]).removeprefix("Value error, ")
     if not place or message.startswith(place[0]):
         return message  # it names its key already
     return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
