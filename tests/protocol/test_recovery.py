@@ -68,6 +68,7 @@ class Observer:
         """What has to be outstanding after the recovery: group -> member -> finished."""
         left: dict[int, dict[int, bool]] = {}
         early = {group_id for time, group_id in self.trained if time <= checkpoint_time}
+        again = {(one.group_id, one.member) for one in self.lives if (one.released or 0) > checkpoint_time}
         for life in self.lives:
             key = (life.group_id, life.member)
             finished_by_checkpoint = life.finished is not None and life.finished <= checkpoint_time
@@ -75,8 +76,8 @@ class Observer:
             spare = life.group_id in self.complete and life.member not in self.complete[life.group_id]
             if life.group_id in early or life.released is not None or life.version > version or spare:
                 continue
-            if life.finished is not None and key in durable:
-                left.setdefault(life.group_id, {})[life.member] = True
+            if key in durable and (life.finished is not None or key not in again):
+                left.setdefault(life.group_id, {})[life.member] = life.finished is not None
             elif known and not finished_by_checkpoint:
                 left.setdefault(life.group_id, {})[life.member] = False
         return left
@@ -101,6 +102,8 @@ def lost_job(path: Path, seed: int) -> tuple[Observer, dict, int, set[tuple[int,
     journal.close()
     last = {(life.group_id, life.member): life for life in observer.lives}
     everything = {key for key, life in last.items() if life.finished is not None}
+    unrewarded = {key for key in observer.living if rng.random() < 0.3}  # generated and spooled, but not occupied yet
+    everything |= unrewarded
     durable = everything if rng.random() < 0.5 else {key for key in everything if rng.random() < 0.8}
     recovered = recover(read(path, RUN), mark.state, lambda group_id, member: (group_id, member) in durable)
     return observer, mark.state, checkpoint_time, durable, recovered, rng

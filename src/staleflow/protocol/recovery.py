@@ -4,7 +4,9 @@ Weights newer than c0 are gone, so consumption after c0 is undone. Of what is jo
 
 - a trajectory begun at a version <= c0 and finished, with a durable payload, is kept: it is not generated twice;
 - one that the checkpoint itself holds (reserved before c0) is kept, unfinished if its payload is not durable;
-- what was released stays released: its payload may be deleted, and its prompt has been given up;
+- one that is generated but was not rewarded yet, with a durable payload, is kept as running;
+- what was released stays released: its payload may be deleted, and its prompt has been given up. A member begun anew
+  since then is another trajectory, and a payload of the old one says nothing about it;
 - everything else is released as "aborted", and counted: begun by weights that are gone, or unfinished and unknown to
   the checkpoint.
 
@@ -32,7 +34,8 @@ class Recovered:
     protocol: at the version of the checkpoint; begin a new journal with it (`Journal.create(..., replace=True)`).
     undone: groups whose training is undone, and which will be trained again.
     new: groups kept that the checkpoint does not know: their prompts and payloads come from the spool alone.
-    restarted: trajectories kept without a payload: they go on from what the checkpoint has of them.
+    restarted: trajectories kept as running: from their durable payload, if `durable` said that there is one, else from
+        what the checkpoint has of them.
     aborted: trajectories released as "aborted": drop what the spool has of them, and draw their prompts again.
     """
 
@@ -50,7 +53,8 @@ def recover(contents: Contents, checkpoint: dict[str, Any], durable: Callable[[i
         contents: of the journal, see `journal.read`.
         checkpoint: the protocol state in the checkpoint (for a run without one: the journal's base).
         durable: whether the finished payload of the trajectory (group, member) can be read, from the spool or from the
-            checkpoint; also asked of those that were generated but not rewarded.
+            checkpoint; also asked of those that may be generated but were not rewarded. It must be the payload of this
+            reservation: of a member that was released and begun anew, an older payload does not count.
 
     Raises:
         JournalError: journal and checkpoint are not of one run, or the journal does not fit its base.
@@ -63,9 +67,11 @@ def reconcile(checkpoint: dict[str, Any], later: Iterable[Operation], durable: C
     start = StalenessProtocol.load(checkpoint)
     held = {(i, member) for i in start.outstanding() for member in start.members(i)}
     living = StalenessProtocol.load(checkpoint)
-    trained = _play(living, later, held)
+    released: set[Trajectory] = set()
+    trained = _play(living, later, released)
+    held -= released
     candidates = trained | {i: living.members(i) for i in living.outstanding()}
-    kept = {i: _keep(start, i, members, held, durable) for i, members in candidates.items()}
+    kept = {i: _keep(start, i, members, held, released, durable) for i, members in candidates.items()}
     aborted = [(i, m) for i, members in candidates.items() for m in members if m not in kept[i]]
     left = {i: members for i, members in kept.items() if members}
     state = _state(start, living, left, list(trained) + living.dump()["finished"])
@@ -79,13 +85,13 @@ def reconcile(checkpoint: dict[str, Any], later: Iterable[Operation], durable: C
     )
 
 
-def _play(living: StalenessProtocol, later: Iterable[Operation], held: set[Trajectory]) -> dict[int, Members]:
-    """Replay; the groups trained on the way, in order. Removes from `held` what was released."""
+def _play(living: StalenessProtocol, later: Iterable[Operation], released: set[Trajectory]) -> dict[int, Members]:
+    """Replay; the groups trained on the way, in order. Adds to `released` what was released."""
     trained: dict[int, Members] = {}
     for operation in later:
         before = {}
         if operation.code == RELEASE:
-            held -= _released(living, operation)
+            released |= _released(living, operation)
         elif operation.code == CONSUME:
             before = {i: living.members(i) for i in living.outstanding()}
         for group_id in apply(living, operation):
@@ -103,6 +109,7 @@ def _keep(
     group_id: int,
     members: Members,
     held: set[Trajectory],
+    released: set[Trajectory],
     durable: Callable[[int, int], bool],
 ) -> Members:
     """The members of a group that survive, with their state."""
@@ -111,7 +118,7 @@ def _keep(
     for member, (version, done) in members.items():
         if version > start.version or (complete and not done):
             continue  # from weights that are gone, or a spare that its group no longer needs
-        if durable(group_id, member):  # also when its reward was not known yet
+        if (done or (group_id, member) not in released) and durable(group_id, member):
             kept[member] = (version, done)
         elif (group_id, member) in held and not start.members(group_id)[member][1]:
             kept[member] = (version, False)
