@@ -90,6 +90,14 @@ def complete(run_dir: Path) -> list[Path]:
     return [p for _, p in found if (p / MARKER).is_file()]
 
 
+def version_of(place: Path) -> int:
+    """Training steps done at this checkpoint."""
+    found = _COMPLETE.fullmatch(place.name)
+    if found is None:
+        raise CheckpointError(f"{place}: not the name of a checkpoint")
+    return int(found[1])
+
+
 def latest(run_dir: Path) -> Path | None:
     """The checkpoint to resume from, or None when there is none.
 

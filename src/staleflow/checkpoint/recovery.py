@@ -89,6 +89,7 @@ def prepare(config: Config, attempt: int, nodes: int) -> Resume:
     Raises CheckpointError (a ValueError): nothing to resume from, a damaged checkpoint, or settings that changed.
     """
     wanted = config.checkpoint.resume
+    config.run_dir.mkdir(parents=True, exist_ok=True)
     try:
         place = layout.latest(config.run_dir)
         if wanted == "must" and place is None:
@@ -276,8 +277,9 @@ def _kept(
             tid = trajectory_id(group_id, member)
             nothing = Kept(prompt_of[group_id], group_id % nodes, version, 0, 0, (), int(Finish.PARTIAL), False)
             found = spooled.kept.get(tid, nothing)
-            # A finished one from weights that are gone, whose place was reserved anew: not this trajectory.
-            kept[tid] = found if found.v_traj <= spooled.version else replace(nothing, node=found.node)
+            # A finished one from weights that are gone, whose place was reserved anew, is not this trajectory.
+            of_use = found.tokens > 0 and found.v_traj <= spooled.version
+            kept[tid] = found if of_use else replace(nothing, node=found.node)
     return kept
 
 

@@ -22,6 +22,7 @@ from staleflow.learning.trainer import PolicyTrainer
 
 ROOT = "trainer"
 OPTIMIZER = f"{ROOT}.optimizer."
+MODEL = f"{ROOT}.model.hf"  # then transformers' own names
 
 
 @dataclass(frozen=True)

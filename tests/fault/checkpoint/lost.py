@@ -20,7 +20,7 @@ from staleflow.checkpoint.recovery import Resume, prepare
 from staleflow.config import load
 from staleflow.trajectories.schema import decode
 from staleflow.trajectories.spool import FrameKind, read_segment, segments_in
-from tests.job.harness import REPOSITORY, Job, Task, start
+from tests.job.harness import Job, Task, start
 
 HERE = Path(__file__).parent
 Key = tuple[int, int]  # prompt, member
