@@ -278,7 +278,7 @@ def _kept(
             nothing = Kept(prompt_of[group_id], group_id % nodes, version, 0, 0, (), int(Finish.PARTIAL), False)
             found = spooled.kept.get(tid, nothing)
             # A finished one from weights that are gone, whose place was reserved anew, is not this trajectory.
-            of_use = found.tokens > 0 and found.v_traj <= spooled.version
+            of_use = (found.generated or found.tokens > 0) and found.v_traj <= spooled.version
             kept[tid] = found if of_use else replace(nothing, node=found.node)
     return kept
 
