@@ -239,6 +239,10 @@ class DropLedger(BaselineLedger):
 
     name = "drop"
 
+    def can_reserve(self, version: int, group_id: int | None = None) -> bool:
+        """What would be thrown away at the next step is not begun."""
+        return version + self.eta >= self.version and super().can_reserve(version, group_id)
+
     def _advanced(self) -> None:
         for group_id in [g for g, e in self._groups.items() if e.version + self.eta < self.version]:
             self.dropped += [(group_id, member, "stale") for member in self._groups[group_id].members]

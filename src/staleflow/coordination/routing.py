@@ -27,7 +27,7 @@ class _Fleet:
         self._routing, self._desk = routing, desk
         self._heaps: dict[int, list[tuple[float, int, Instance]]] = defaultdict(list)
         for index, instance in desk.board.instances.items():
-            if instance.spec_version >= 0:
+            if instance.spec_version >= 0 and routing.fits(instance, 1, desk):
                 self._heaps[instance.spec_version].append((-routing.score(instance, desk), index, instance))
         for heap in self._heaps.values():
             heapq.heapify(heap)
@@ -139,10 +139,14 @@ class LeastLoaded(Balanced):
     """The fewest trajectories first, as long as there is room."""
 
     def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
-        if instance.n >= instance.info.max_running or instance.spec_waiting > 0:
+        n = instance.n
+        if n >= instance.info.max_running or instance.spec_waiting > 0:
             return False
-        room = desk.settings.kv_limit * instance.info.kv_capacity_tokens - instance.kv_tokens
-        return context_tokens <= room or instance.n == 0
+        return n == 0 or context_tokens <= self.room(instance, n, desk)
+
+    def room(self, instance: Instance, n: int, desk: Desk) -> float:
+        """Tokens of cache that routing may still fill."""
+        return desk.settings.kv_limit * instance.info.kv_capacity_tokens - instance.kv_tokens
 
 
 class MarginalGain(LeastLoaded):
@@ -171,17 +175,12 @@ class StepTime(LeastLoaded):
     """
 
     def score(self, instance: Instance, desk: Desk) -> float:
-        return -desk.cost.step_s(instance.n + 1, self._grown(instance, desk))
+        n = instance.n + 1
+        return -desk.cost.step_s(n, instance.kv_tokens + desk.settings.growth * desk.mean_context_tokens * n)
 
-    def fits(self, instance: Instance, context_tokens: int, desk: Desk) -> bool:
-        if not super().fits(instance, context_tokens, desk):
-            return False
-        room = desk.settings.kv_limit * instance.info.kv_capacity_tokens - self._grown(instance, desk)
-        return context_tokens <= room or instance.n == 0
-
-    def _grown(self, instance: Instance, desk: Desk) -> float:
-        """Tokens in the cache when each trajectory has grown by the mean context, one more trajectory included."""
-        return instance.kv_tokens + desk.settings.growth * desk.mean_context_tokens * (instance.n + 1)
+    def room(self, instance: Instance, n: int, desk: Desk) -> float:
+        grown = instance.kv_tokens + desk.settings.growth * desk.mean_context_tokens * (n + 1)
+        return desk.settings.kv_limit * instance.info.kv_capacity_tokens - grown
 
     def _beside_siblings(self, fleet: _Fleet, desk: Desk, group: Group, version: int) -> Instance:
         best = super()._beside_siblings(fleet, desk, group, version)

@@ -185,8 +185,8 @@ class Engine:
         reported: tuple[tuple[int, int], ...] = ()
         if progress:
             base = self._steps
-            reported = tuple((tid, int(s.target_tokens - s.ends_at + base)) for tid, s in self.running.items())
-            reported += tuple((s.tid, int(s.tokens)) for s in self.waiting)
+            pairs = [(tid, int(s.target_tokens - s.ends_at + base)) for tid, s in self.running.items()]
+            reported = tuple(pairs + [(s.tid, int(s.tokens)) for s in self.waiting])
         return InstanceSnapshot(
             self.info.index,
             self.version,

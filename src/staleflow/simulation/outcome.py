@@ -99,7 +99,7 @@ class Recorder:
         return Outcome(
             step_s=measured_s / steps,
             tokens_per_s=self.tokens / measured_s,
-            trainer_idle=1.0 - self.busy_s / measured_s,
+            trainer_idle=max(0.0, 1.0 - self.busy_s / measured_s),
             rollout_busy=sum(e.busy_s for e in self.engines) / (now_s * len(self.engines)),
             staleness=dict(sorted(self.ages.items())),
             wasted=sum(discarded.values()) / generated,
