@@ -36,7 +36,7 @@ _MODULES = {
     "doctor": "staleflow.jobs.doctor",
     "simulate": "staleflow.simulation.cli",
     "report": "staleflow.observe.report",
-    "calibrate": "staleflow.coordination.calibrate_cli",
+    "calibrate": "staleflow.engines.calibrate",
     "export": "staleflow.checkpoint.export",
 }
 

@@ -18,6 +18,7 @@ class Request:
     max_new: int
     temperature: float  # 0: greedy
     seed: int | None = None
+    ignore_eos: bool = False  # calibration: go on to `max_new` whatever is sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,123 @@
+"""`staleflow calibrate CONFIG`: measure a real vLLM instance, fit the cost model, write cost_model.toml.
+
+Sweeps the number of running trajectories and their context lengths; each measurement is the median of several decode
+steps, in an order drawn at random, so that a slow moment of the machine does not look like a coefficient. Prefill is
+what the first step of new requests takes beyond a decode step. One process, tensor-parallel 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import tomli_w
+
+from staleflow.config import Config, ConfigError, load
+from staleflow.coordination.calibrate import Calibration, DecodeSample, PrefillSample, fit
+from staleflow.engines.base import Engine, Request
+from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
+from staleflow.jobs import preflight
+
+STEPS = 8  # decode steps per measurement
+WARM_STEPS = 3
+REPEATS = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="staleflow calibrate", description="Measure the cost model of an instance.")
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--out", type=Path, default=Path("cost_model.toml"))
+    parsed = parser.parse_args(argv)
+    try:
+        config = load(parsed.config, parsed.overrides)
+        preflight.check(config)
+    except ConfigError as error:
+        parser.exit(2, f"staleflow: {error}\n")
+    engine = _engine(config)
+    try:
+        result = fit(*measure(engine, config), source=f"staleflow calibrate {parsed.config}")
+    finally:
+        engine.close()
+    parsed.out.write_text(tomli_w.dumps(asdict(result.model)))
+    print(report(result, parsed.out))
+    return 0
+
+
+def report(result: Calibration, out: Path) -> str:
+    m = result.model
+    return (
+        f"t = {m.k1:.3g} kv + max({m.k2:.3g}, {m.k3:.3g} n) + {m.k4:.3g} s; prefill {m.k6:.3g} s a token, "
+        f"{m.k7:.3g} a cached one\nmedian error on {result.held_out_samples} measurements held out: "
+        f"{result.held_out_median_error:.1%}\nwritten to {out}; use it with coordination.cost_model = {str(out)!r}"
+    )
+
+
+def measure(engine: Engine, config: Config) -> tuple[list[DecodeSample], list[PrefillSample]]:
+    """All points of the sweep, in random order, `REPEATS` times."""
+    points = [point for point in _sweep(config) for _ in range(REPEATS)]
+    random.Random(0).shuffle(points)
+    decode: list[DecodeSample] = []
+    prefill: list[PrefillSample] = []
+    _point(engine, 1, 8, config)  # the first steps of an engine are slower than all others
+    for n, context in points:
+        d, p = _point(engine, n, context, config)
+        decode.append(d)
+        prefill.append(p)
+    return decode, prefill
+
+
+def _sweep(config: Config) -> Iterator[tuple[int, int]]:
+    longest = config.rollout.max_model_len - STEPS - WARM_STEPS - 1
+    contexts = sorted({max(2, longest * share // 8) for share in (1, 3, 5, 8)})
+    n = 1
+    while n <= config.rollout.max_running:
+        yield from ((n, context) for context in contexts)
+        n *= 2
+
+
+def _point(engine: Engine, n: int, context: int, config: Config) -> tuple[DecodeSample, PrefillSample]:
+    rng = random.Random(n * 1000 + context)
+    for tid in range(n):
+        tokens = [3 + rng.randrange(5) for _ in range(context)]
+        engine.add(Request(tid, tokens, STEPS + WARM_STEPS + 1, 1.0, ignore_eos=True))
+    began_s = time.perf_counter()
+    engine.step()
+    first_s = time.perf_counter() - began_s
+    seconds = []
+    for _ in range(WARM_STEPS + STEPS):
+        began_s = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began_s)
+    engine.abort(range(n))
+    while engine.busy():
+        engine.step()
+    engine.reset_prefix_cache()
+    step_s = statistics.median(seconds[WARM_STEPS:])
+    kv_tokens = n * (context + WARM_STEPS + STEPS // 2)
+    return DecodeSample(n, kv_tokens, step_s), PrefillSample(n * context, 0, max(0.0, first_s - step_s))
+
+
+def _engine(config: Config) -> Engine:
+    import torch
+
+    os.environ.update({k: v for k, v in environment(not torch.cuda.is_available()).items() if k not in os.environ})
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    os.environ["MASTER_PORT"] = str(store.port)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    r = config.rollout
+    return VllmEngine(
+        VllmSettings(
+            model=Path(config.model.path), dtype=config.model.dtype, seed=0, max_model_len=r.max_model_len,
+            max_running=r.max_running, tensor_parallel=1, instance_name=f"staleflow-calibrate-{os.getpid()}",
+            instance_rank=0, device=0, gpu_memory_utilization=r.gpu_memory_utilization, enforce_eager=r.enforce_eager,
+            kv_cache_tokens=r.kv_cache_tokens, top_p=1.0, top_k=0, stop=(),
+        )
+    )  # fmt: skip
