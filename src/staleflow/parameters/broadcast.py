@@ -135,5 +135,8 @@ class Previous:
         assert self._data is not None, "begin() comes first"
         part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
         payload = delta.encode(staging.data[part], self._data[part]) if encode else None
-        self._data[part].copy_(staging.data[part])
+        if payload is None or self._data.device.type != "cpu":
+            self._data[part].copy_(staging.data[part])
+        else:
+            delta.apply(self._data[part].numpy(), payload)  # touches a hundredth of the memory
         return payload

@@ -20,6 +20,7 @@ import logging
 import os
 import struct
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -295,9 +296,9 @@ class Reading:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, CPU tensor) in the order of the manifest, each a view of the slot: copy it, never write to it."""
-        image = self.image()
+        image = as_tensor(self.image())
         for entry in self.store.manifest.entries:
-            yield entry.name, as_tensor(image[entry.offset_bytes : entry.offset_bytes + entry.nbytes], entry)
+            yield entry.name, image_part(image, entry)
 
     def checksum_ok(self) -> bool:
         """Sum the image again and compare (one pass over memory): for tests, probes and suspicion."""
@@ -305,16 +306,20 @@ class Reading:
         return word_sum(self.image()) == stored
 
 
-def as_tensor(data: Bytes, entry: Entry) -> torch.Tensor:
-    """View bytes as the tensor of `entry`, without a copy."""
-    import warnings
-
+def as_tensor(data: Bytes) -> torch.Tensor:
+    """View bytes, of read-only memory too, as a uint8 tensor."""
     import torch
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(data)
+        return torch.from_numpy(data)
+
+
+def image_part(image: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor of `entry` in an image (uint8 tensor), as a view."""
+    import torch
+
+    flat = image[entry.offset_bytes : entry.offset_bytes + entry.nbytes]
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class World:
         for process in self.processes:
             process.kill()
             process.join()
+        for left in Path("/dev/shm").glob(f"{self.token}-*"):  # of ranks that the test has killed
+            left.unlink()
 
     def kill(self, rank: int) -> None:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
