@@ -22,7 +22,7 @@ from staleflow.protocol.slots import SlotProtocol
 ETA = 3
 PAPER_BATCH_GROUPS, PAPER_GROUP_SIZE = 128, 16
 OPERATIONS = 50_000
-REPEATS = 5
+REPEATS = 3
 
 
 def run(args: list[str]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _cost_by_outstanding(many: int, group_size: int) -> float:
 
     def cost(outstanding: int) -> float:
         batch_groups = max(1, outstanding // (group_size * (ETA + 1)))
-        return 1 / _best(lambda: _protocol_rate(batch_groups, group_size), 2 if outstanding > 10_000 else REPEATS)
+        return 1 / _best(lambda: _protocol_rate(batch_groups, group_size), 1 if outstanding > 10_000 else 10)
 
     return cost(many) / cost(1_000)
 
