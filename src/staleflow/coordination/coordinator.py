@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from staleflow.coordination import persistence
 from staleflow.coordination.board import Board, Phase, Work
 from staleflow.coordination.cost_model import CostModel
 from staleflow.coordination.desk import Desk, Group
@@ -371,21 +372,7 @@ class Coordinator:
     def dump(self) -> dict[str, Any]:
         """JSON-able metadata. The ledger is dumped by itself. What is on an instance counts as waiting."""
         return {
-            "groups": [
-                {
-                    "id": g.group_id,
-                    "prompt_tokens": g.prompt_tokens,
-                    "max_new_tokens": g.max_new_tokens,
-                    "expected_tokens": g.expected_tokens,
-                    "placed": g.placed,
-                    "complete": g.complete,
-                    "rewards": list(g.rewards.items()),
-                    "works": [
-                        [w.tid, w.tokens, w.version, w.floor, w.phase is Phase.GENERATED] for w in g.works.values()
-                    ],
-                }
-                for g in self._groups.values()
-            ],
+            "groups": [persistence.dump_group(group) for group in self._groups.values()],
             "last_group": self._last_group,
             "last_command": self._board.last_command,
             "no_more_data": self._no_more_data,
@@ -396,25 +383,11 @@ class Coordinator:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a `dump()` into a fresh coordinator over the same ledger: nothing is on an instance."""
         size = self._ledger.group_size + self._ledger.spare_members
-        for g in state["groups"]:
-            group = Group(g["id"], g["prompt_tokens"], g["max_new_tokens"], g["expected_tokens"], size, g["placed"])
-            group.rewards, group.complete = dict(g["rewards"]), g["complete"]
-            self._groups[group.group_id] = group
-            if group.placed < size:
-                self._desk.offers.append(group)
-            for tid, tokens, version, floor, generated in g["works"]:
-                self._load_work(group, Work(tid, group.prompt_tokens, tokens, version, floor), generated)
+        for saved in state["groups"]:
+            persistence.load_group(self._desk, saved, size)
         self._last_group, self._no_more_data = state["last_group"], state["no_more_data"]
         self._board.last_command = state["last_command"]
         self._discarded, self._counts = Counter(state["discarded"]), Counter(state["counts"])
-
-    def _load_work(self, group: Group, work: Work, generated: bool) -> None:
-        group.works[work.tid] = self._works[work.tid] = work
-        if generated:
-            work.phase = Phase.GENERATED
-        else:
-            self._desk.unfinished += 1
-            self._board.enqueue(work)
 
     def unrewarded(self) -> list[int]:
         """Generated trajectories without a reward yet: after `load`, their reward must be asked for again."""
