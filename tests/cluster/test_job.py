@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_job_soon_and_is_named(cluster, start, launcher):
     wait_for_step(run_dir, 2)
     log = run_dir / "attempt_0" / "rank_5.rollout.log"
     pid = cluster(
-        "run", "node2", "sh", "-c", f"for f in /proc/[0-9]*/fd/1; do [ $f -ef {log} ] && echo $f; done"
+        "run", "node2", "sh", "-c", f"for f in /proc/[0-9]*/fd/1; do [ $f -ef {log} ] && echo $f; done; true"
     ).split("/")[2]
     began_s = time.monotonic()
     cluster("run", "node2", "kill", "-KILL", pid)
@@ -99,3 +99,18 @@ def test_a_cut_cable_is_named_and_hangs_nobody(cluster, start):
     while shared_memory(cluster) != {"node1": [], "node2": []}:
         assert time.monotonic() < end_s, shared_memory(cluster)
         time.sleep(1)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_signal_before_the_limit_checkpoints_requeues_and_continues(cluster, start, launcher):
+    """Nothing is trained twice, nothing is left out: the steps of both starts are 0..N-1, once each."""
+    steps = 40
+    number, run_dir = start("--launcher", launcher, run__steps=steps, rollout__instances=3, rollout__step_ms=20.0)
+    wait_for_step(run_dir, 3)
+    cluster("scancel", "--batch", "--signal=USR1", number)
+    job = cluster.wait(number, 300)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log_of(run_dir)
+    done = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert done == list(range(steps))
+    assert len(list(run_dir.glob("attempt_*"))) == 2
+    assert shared_memory(cluster) == {"node1": [], "node2": []}
