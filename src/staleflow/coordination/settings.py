@@ -26,7 +26,7 @@ class CoordinationSettings:
     phi_wait: int = 3
     kv_threshold: float = 0.6
     kv_limit: float = 0.95
-    growth: float = 1.0
+    growth: float = 0.6
     affinity: float = 1.2
     imbalance: float = 1.2
     imbalance_left: float = 0.98
