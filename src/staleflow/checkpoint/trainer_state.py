@@ -7,6 +7,7 @@ them on DCP's thread, over a process group of its own: never the publish group, 
 
 from __future__ import annotations
 
+import shutil
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from staleflow.learning.trainer import PolicyTrainer
 
 ROOT = "trainer"
 OPTIMIZER = f"{ROOT}.optimizer."
+FULL_BYTES = 1 << 20
 MODEL = f"{ROOT}.model.hf"  # then transformers' own names
 
 
@@ -34,18 +36,29 @@ class SaveResult:
     error: str | None
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A save that has begun."""
+
+    version: int
+    folder: Path
+    began_s: float
+    future: Future[Any]
+    stager: DefaultStager
+
+
 class TrainerCheckpoints:
     """One per trainer rank; a collective of all of them. At most one save at a time."""
 
     def __init__(self, policy: PolicyTrainer) -> None:
         self._policy = policy
         self._group = dist.new_group(backend="gloo")
-        self._running: tuple[int, float, Future[Any], DefaultStager] | None = None
+        self._running: _Running | None = None
 
     def save(self, version: int, folder: Path) -> None:
         """Begin; on all ranks between the same two steps."""
         if self._running is not None:
-            raise RuntimeError(f"checkpoint of version {version}: that of {self._running[0]} is still being written")
+            raise RuntimeError(f"checkpoint of version {version}: that of {self._running.version} is still written")
         began_s = time.monotonic()
         # Without `cache`, buffers are made anew each time; always a copy, also of tensors that live in host memory.
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -55,17 +68,19 @@ class TrainerCheckpoints:
             async_stager=stager,
             process_group=self._group,
         )
-        self._running = (version, began_s, future, stager)
+        assert isinstance(future, Future)  # with a stager of this kind
+        self._running = _Running(version, folder, began_s, future, stager)
 
     def finished(self) -> SaveResult | None:
         """The result of a save that has ended since the last call."""
-        if self._running is None or not self._running[2].done():
+        run = self._running
+        if run is None or not run.future.done():
             return None
-        version, began_s, future, stager = self._running
         self._running = None
-        stager.close()
-        error = future.exception()
-        return SaveResult(version, time.monotonic() - began_s, None if error is None else _why(error))
+        run.stager.close()
+        error = run.future.exception()
+        why = None if error is None else f"{_why(error)} ({_free(run.folder)})"
+        return SaveResult(run.version, time.monotonic() - run.began_s, why)
 
 
 def load(policy: PolicyTrainer, folder: Path) -> None:
@@ -85,6 +100,15 @@ def load(policy: PolicyTrainer, folder: Path) -> None:
 def _state(policy: PolicyTrainer) -> dict[str, Any]:
     """Before its first step the optimizer has no state, and asking for it would count as a step."""
     return policy.state_dict() if policy.optimizer.state else {"model": get_model_state_dict(policy.model)}
+
+
+def _free(folder: Path) -> str:
+    """Room on the disk: what a full one makes of a write is not always told in those words."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return str(error)
+    return "no space left on device" if free_bytes < FULL_BYTES else f"{free_bytes >> 20} MiB free there"
 
 
 def _why(error: BaseException) -> str:

@@ -47,8 +47,8 @@ def run_here(config: Config, arguments: Sequence[str]) -> int:
     code = _wait(child, received, config.fault.stop_grace_s)
     if received:
         return 128 + received[0]
-    if code and _exit_code_of(config, started_s) == STOPPED:
-        return STOPPED  # torchrun says 1 for whatever its ranks say
+    if _exit_code_of(config, started_s) == STOPPED:
+        return STOPPED
     return code if code in (0, REFUSED) else 1
 
 

@@ -65,6 +65,7 @@ def _group(
         "prompt_tokens": len(prompts.prompt(resume.prompt_of[group_id]).token_ids),
         "max_new_tokens": config.rollout.max_tokens,
         "expected_tokens": None,
+        "size": config.members,
         "placed": config.members,
         "complete": len(done) == config.staleness.group_size,
         "rewards": [(tid, resume.kept[tid].reward) for tid in done],

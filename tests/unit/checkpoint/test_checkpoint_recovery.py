@@ -14,8 +14,12 @@ from staleflow.checkpoint import layout
 from staleflow.checkpoint.layout import CheckpointError
 from staleflow.checkpoint.recovery import Resume, cut, prepare, settings_of
 from staleflow.config import Config, load
+from staleflow.coordination.coordinator import Coordinator
+from staleflow.coordination.cost_model import DEFAULT
 from staleflow.coordination.ledger import Ledger, make_ledger
+from staleflow.data.prompts import Prompt
 from staleflow.protocol.journal import Journal
+from staleflow.roles.beginning import core_state
 from staleflow.trajectories.schema import Finish, Trajectory, decode, encode, trajectory_id
 from staleflow.trajectories.spool import (
     FrameKind,
@@ -307,6 +311,29 @@ def test_a_lost_reward_is_named(tmp_path: Path) -> None:
     run.lose()
     with pytest.raises(CheckpointError, match=f"trajectory 0 of group {group} .*lost its reward"):
         prepare(run.config, 1, 1)
+
+
+class Prompts:
+    """As many as one likes, of three tokens each."""
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index, "1+1=", np.zeros(3, np.int32), {}, 0)
+
+
+def test_the_coordinator_goes_on_with_what_survived(tmp_path: Path) -> None:
+    run = Run.begin(config_for(tmp_path))
+    whole, half = run.whole(0), run.start(0)
+    run.finish(half, 0, [(0, 4)])
+    run.finish(half, 1, [(0, 4)], reward=None)
+    run.lose()
+    resume = recovered(run.config)
+    core = Coordinator(run.config.coordination, resume.ledger, DEFAULT, [])
+    core.load(core_state(resume, Prompts(), run.config))  # type: ignore[arg-type]  # a stand-in for the prompt source
+    assert core.unrewarded() == [trajectory_id(half, 1)]
+    assert core.holds(whole) and core.holds(half) and core.next_batch() is None
+    core.rewarded(trajectory_id(half, 1), 1.0)
+    batch = core.next_batch()
+    assert batch is not None and {group for group, _ in batch.groups} == {whole, half}
 
 
 @pytest.mark.parametrize("policy", ["pace", "drop", "wait"])
