@@ -56,6 +56,7 @@ class StalenessProtocol:
         "_consumed_trajectories",
         "_finished",
         "_finished_count",
+        "_floor",
         "_groups",
         "_near",
         "_released_groups",
@@ -107,6 +108,7 @@ class StalenessProtocol:
         self._finished_count = 0
         self._ahead = [range(i, eta + 1) for i in range(eta + 1)]  # made once: reserve() is called a lot
         self._slack = [(batch_groups + spare_groups) * (i + 1) for i in range(eta + 1)]
+        self._floor: list[int] | None = None  # what the slack must stay above, until something ends; see _floors
         self._reserved_groups = 0
         self._reserved_trajectories = 0
         self._consumed_groups = 0
@@ -181,8 +183,8 @@ class StalenessProtocol:
             raise ProtocolError(f"a group id is a 64-bit int and a version an int >= 0, got {group_id!r}, {version!r}")
         slack = self._slack
         first = version + self.eta - self._version
-        if first == self.eta and self._finished_count < self.batch_groups:  # the usual case, without a call
-            admitted = slack[first] > 0
+        if first == self.eta and self._floor is not None:  # the usual case, without a call
+            admitted = slack[first] > self._floor[first]
         else:
             admitted = first >= 0 and self._has_room(first, self.eta + 1)
         lasts = self._used.lasts
@@ -228,10 +230,18 @@ class StalenessProtocol:
 
     def _has_room(self, first: int, stop: int) -> bool:
         """Whether n(t) may grow by one for the classes [first, stop) without losing feasibility or a READY step."""
-        slack = self._slack
-        if self._finished_count < self.batch_groups or self.spare_groups or not self.ready():
-            return min(slack[first:stop], default=1) > 0
-        return all(slack[i] > shortfall for i, shortfall in enumerate(self._shortfalls()) if first <= i < stop)
+        floors = self._floors()
+        return all(self._slack[i] > floors[i] for i in range(first, stop))
+
+    def _floors(self) -> list[int]:
+        """Per class, the slack that an admission must find more than: the shortfall while READY, else zero.
+
+        Reservations change neither it nor READY, so it is computed again only after something was finished or given up.
+        """
+        if self._floor is None:
+            protect = self.ready() and not self.spare_groups
+            self._floor = list(self._shortfalls()) if protect else [0] * (self.eta + 1)
+        return self._floor
 
     # ---- occupy --------------------------------------------------------------------------------------------------
 
@@ -262,6 +272,7 @@ class StalenessProtocol:
             self._keep_finished(group)
         self._finished[group.version + self.eta - self._version][group_id] = None
         self._finished_count += 1
+        self._floor = None
         return True
 
     def _keep_finished(self, group: Group) -> None:
@@ -319,6 +330,7 @@ class StalenessProtocol:
         if group.missing:
             group.refresh_version()
             self._shift_slack(before, self._class_of(group), 1)
+            self._floor = None
         self._released_trajectories[reason] += 1
 
     def _drop(self, group_id: int, group: Group, reason: str) -> None:
@@ -329,6 +341,7 @@ class StalenessProtocol:
             self._finished_count -= 1
         del self._groups[group_id]
         self._near.remove(group_id)
+        self._floor = None
         self._shift_slack(place, self.eta + 1, 1)
         self._released_groups[reason] += 1
         self._released_trajectories[reason] += group.reserved.bit_count()
@@ -422,6 +435,7 @@ class StalenessProtocol:
         """c += 1: every class comes one step nearer, and the places of the step just taken are gone."""
         places = self.batch_groups + self.spare_groups
         self._version += 1
+        self._floor = None
         self._near.trim()
         self._finished.append(self._finished.pop(0))
         self._slack = [slack - places for slack in self._slack[1:]]
