@@ -135,8 +135,7 @@ bool Ring::holder_lives(Role role) const {
 }
 
 void Ring::close(const std::string& reason) {
-  if (closed_here_) return;
-  closed_here_ = true;
+  if (closed_here_.exchange(true)) return;
   for (Role role : {Role::producer, Role::consumer}) {
     if (!half(role).claimed) continue;
     copy_text(side(role).reason, sizeof side(role).reason, reason);
@@ -194,7 +193,11 @@ void Ring::set_stop(uint32_t code) {
   ring_bell(header_->producer_bell);
 }
 
-uint32_t Ring::stop_code() { return seen_stop_ = header_->stop_code.load(std::memory_order_seq_cst); }
+uint32_t Ring::stop_code() {
+  const uint32_t code = header_->stop_code.load(std::memory_order_seq_cst);
+  seen_stop_ = code;
+  return code;
+}
 
 bool Ring::stop_unseen() const { return header_->stop_code.load(std::memory_order_seq_cst) != seen_stop_; }
 
@@ -407,6 +410,26 @@ void Ring::release(uint64_t sequence) {
 
 bool Ring::needs_attention(Role own) { return stop_unseen() || why_closed(own).has_value(); }
 
+namespace {
+
+// Marks its owner as about to sleep, for as long as it lives: a flag left behind costs the other side a system call.
+class Asleep {
+ public:
+  explicit Asleep(Bell& bell) : bell_(bell), event(bell.event.load(std::memory_order_seq_cst)) {
+    bell.waiting.store(1, std::memory_order_seq_cst);
+  }
+  ~Asleep() { bell_.waiting.store(0, std::memory_order_relaxed); }
+  Asleep(const Asleep&) = delete;
+
+ private:
+  Bell& bell_;
+
+ public:
+  const uint32_t event;  // as it was before the flag was set
+};
+
+}  // namespace
+
 // True when `ready`; false at the timeout or when a stop came; RingClosed when nothing can come any more.
 template <class Ready>
 bool Ring::wait_until(Bell& bell, Role own, int64_t timeout_ns, Ready ready) {
@@ -422,14 +445,15 @@ bool Ring::wait_until(Bell& bell, Role own, int64_t timeout_ns, Ready ready) {
     }
   }
   for (;;) {
-    const uint32_t event = bell.event.load(std::memory_order_seq_cst);
-    bell.waiting.store(1, std::memory_order_seq_cst);
-    if (ready()) return true;
     if (stop_unseen()) return false;
     if (auto reason = why_closed(own)) throw RingClosed(*reason);
     const int64_t left = until - monotonic_ns();
     if (left <= 0) return false;
-    futex_wait(bell.event, event, std::min(left, kLivenessNs));
+    {
+      Asleep asleep(bell);
+      if (ready()) return true;
+      if (!needs_attention(own)) futex_wait(bell.event, asleep.event, std::min(left, kLivenessNs));
+    }
     if (ready()) return true;
     look_at_peer(own);
   }
@@ -456,16 +480,19 @@ std::vector<bool> Ring::wait_any(const std::vector<Ring*>& rings, int64_t timeou
     return any;
   };
   const int64_t until = monotonic_ns() + timeout_ns;
-  std::vector<WaitWord> words(rings.size());
   while (!look()) {
-    for (size_t i = 0; i < rings.size(); ++i) {
-      Bell& bell = rings[i]->header_->consumer_bell;
-      words[i] = {bell.event.load(std::memory_order_seq_cst), reinterpret_cast<uint64_t>(&bell.event), FUTEX_32, 0};
-      bell.waiting.store(1, std::memory_order_seq_cst);
-    }
     const int64_t left = until - monotonic_ns();
-    if (look() || left <= 0) break;
-    futex_wait_any(words, std::min(left, kLivenessNs));
+    if (left <= 0) break;
+    {
+      std::deque<Asleep> asleep;
+      std::vector<WaitWord> words;
+      for (Ring* ring : rings) {
+        Bell& bell = ring->header_->consumer_bell;
+        asleep.emplace_back(bell);
+        words.push_back({asleep.back().event, reinterpret_cast<uint64_t>(&bell.event), FUTEX_32, 0});
+      }
+      if (!look()) futex_wait_any(words, std::min(left, kLivenessNs));
+    }
     if (look()) break;
     for (Ring* ring : rings) ring->look_at_peer(Role::consumer);
   }

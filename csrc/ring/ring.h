@@ -145,8 +145,8 @@ class Ring {
   uint64_t capacity_;
   uint64_t mask_;
   std::string label_;
-  bool closed_here_ = false;
-  uint32_t seen_stop_ = 0;
+  std::atomic<bool> closed_here_{false};    // these two are shared by a thread on each half
+  std::atomic<uint32_t> seen_stop_{0};
   std::mutex claim_mutex_;
 
   // Producer half.
