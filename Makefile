@@ -46,7 +46,10 @@ build: $(STAMP)
 	@$(PIP) install --no-build-isolation --no-deps --editable .
 
 demo-model: setup ## the demo's task and its warm-started tiny model
-	@test -f models/addition/warm/config.json || $(PY) -m staleflow.learning.demo models/addition
+	@test -f models/addition/warm/config.json || { \
+	  $(PY) -m staleflow.data.addition models/addition && \
+	  $(PY) -m staleflow.learning.sft models/addition/model models/addition/demonstrations.jsonl \
+	    models/addition/valid.jsonl models/addition/warm --min-accuracy 0.2 --max-accuracy 0.5; }
 
 demo: demo-model ## everything from a fresh clone to a finished small RL run
 	$(PY) -m staleflow run configs/demo.toml
