@@ -1,18 +1,17 @@
-"""The demo's task and its tiny model: written addition of numbers with 1 to 8 digits.
+"""The demo's task and its tiny model: addition by counting on, every step and every carry written out.
 
     python -m staleflow.data.addition OUT_DIR [--seed N]
 
-A prompt shows two right-aligned numbers of equal length, `     837+     592=`. The response works from the last digit
-to the first, one column `a+b+carry=sum` each, then gives the result: `7+2+0=09,3+9+0=12,8+5+1=14:1429`. One-digit sums
-are answered at once: `9`. Responses thus have 2 to 83 tokens, most of them short.
+A prompt is a number and how far to count on from it, `477+4=`. The response moves one unit at a time from the right
+to the left until nothing is left to add, `478+3=479+2=480+1=481`. One addition is one to nine such steps, so responses
+have 4 to 52 tokens, most of them short.
 
-Only the result counts: whatever follows the last `:` must be the sum, character for character (`final_answer`).
+Only the result counts: what follows the last `=` must be the sum, character for character (`exact_match`).
 
-The demonstrations for the warm start come from a *careless* teacher: each time a carry is due, it is forgotten with
-probability 0.6, and the rest of the column is worked correctly with the wrong digit. A model that has learned from it
-knows the procedure but, by majority, not the carry; sums without carries come out right. What reinforcement learning
-is left to find, from right and wrong results alone, is to be careful. Problems for training, for watching the warm
-start (`valid`) and for the test are disjoint.
+The demonstrations for the warm start come from a *careless* teacher who, when the last digit passes nine, forgets the
+carry with probability 0.8 (`479+2=470+1`). A model that has learned from it knows the procedure but, by majority, not
+the carry; sums without one come out right. What reinforcement learning is left to find, from right and wrong results
+alone, is to be careful. Problems for training, for watching the warm start (`valid`) and for the test are disjoint.
 
 Writes `model/` (a tiny Qwen2 with random weights and a character tokenizer), `demonstrations.jsonl` (prompt, response),
 `train.jsonl`, `valid.jsonl`, `test.jsonl` (prompt, answer).
@@ -23,24 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-MAX_DIGITS = 8
-DIGIT_WEIGHTS = (15, 20, 18, 15, 12, 9, 6, 5)  # of 1, 2, … digits: most are short, a tail is long
-MAX_PROMPT_TOKENS = 2 * MAX_DIGITS + 2
-MAX_RESPONSE_TOKENS = 9 * MAX_DIGITS + (MAX_DIGITS + 1) + 1
-FORGET_CARRY = 0.6
-CHARACTERS = "0123456789+=,: "
+NUMBERS = range(100, 990)  # sums stay below 1000
+ADDENDS = range(1, 10)
+ADDEND_WEIGHTS = (20, 18, 15, 13, 10, 8, 6, 5, 5)  # most are short, a tail is long
+KEEP_WITHOUT_CARRY = 0.35  # of the problems that need no carry; about 3 of 5 problems then need one
+FORGET_CARRY = 0.8
+MAX_PROMPT_TOKENS = 6
+MAX_RESPONSE_TOKENS = 6 * (len(ADDENDS) - 1) + 3 + 1
+CHARACTERS = "0123456789+="
 EOS, PAD = "<eos>", "<pad>"
 
 Problem = tuple[int, int]
 
 
 def prompt(problem: Problem) -> str:
-    """Two numbers, right-aligned as on paper."""
     a, b = problem
-    return f"{a:>{MAX_DIGITS}}+{b:>{MAX_DIGITS}}="
+    return f"{a}+{b}="
 
 
 def answer(problem: Problem) -> str:
@@ -49,7 +49,7 @@ def answer(problem: Problem) -> str:
 
 def final_answer(response: str) -> str:
     """What a response claims as its result."""
-    return response.rsplit(":", 1)[-1]
+    return response.rsplit("=", 1)[-1]
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -59,24 +59,26 @@ def exact_match(response: str, answer: str) -> float:
 
 def demonstrate(problem: Problem, rng: random.Random, forget: float = FORGET_CARRY) -> str:
     """How the teacher works the problem, forgetting each carry with probability `forget`."""
-    a, b = map(str, problem)
-    if len(a) == 1:
-        return answer(problem)
-    columns, digits, carry = [], "", 0
-    for x, y in zip(map(int, reversed(a)), map(int, reversed(b)), strict=True):
-        total = x + y + carry
-        columns.append(f"{x}+{y}+{carry}={total:02d}")
-        digits = f"{total % 10}{digits}"
-        carry = int(total >= 10 and rng.random() >= forget)
-    leading = "1" if total >= 10 else ""  # the last column's sum stands there in full: nothing to forget
-    return ",".join(columns) + ":" + leading + digits
+    number, left = problem
+    steps = []
+    while left:
+        carry_lost = number % 10 == 9 and rng.random() < forget
+        number, left = number + 1 - 10 * carry_lost, left - 1
+        steps.append(f"{number}+{left}" if left else f"{number}")
+    return "=".join(steps)
 
 
-def draw_problem(rng: random.Random) -> Problem:
-    """Two numbers of equal length, lengths by DIGIT_WEIGHTS."""
-    digits = rng.choices(range(1, MAX_DIGITS + 1), DIGIT_WEIGHTS)[0]
-    low = 10 ** (digits - 1) if digits > 1 else 0
-    return rng.randrange(low, 10**digits), rng.randrange(low, 10**digits)
+def needs_carry(problem: Problem) -> bool:
+    a, b = problem
+    return a % 10 + b >= 10
+
+
+def draw_problem(rng: random.Random, weights: Sequence[int] = ADDEND_WEIGHTS) -> Problem:
+    """A number and an addend by `weights`; problems without a carry are kept only at times."""
+    while True:
+        problem = rng.choice(NUMBERS), rng.choices(ADDENDS, weights)[0]
+        if needs_carry(problem) or rng.random() < KEEP_WITHOUT_CARRY:
+            return problem
 
 
 def draw_distinct(rng: random.Random, count: int, taken: set[Problem]) -> list[Problem]:
@@ -90,10 +92,12 @@ def draw_distinct(rng: random.Random, count: int, taken: set[Problem]) -> list[P
     return found
 
 
-def draw_training(rng: random.Random, count: int, held_out: set[Problem]) -> Iterator[Problem]:
-    """`count` problems outside `held_out`; short ones repeat, since there are few of them."""
+def draw_training(
+    rng: random.Random, count: int, held_out: set[Problem], weights: Sequence[int] = ADDEND_WEIGHTS
+) -> Iterator[Problem]:
+    """`count` problems outside `held_out`; they may repeat."""
     while count:
-        problem = draw_problem(rng)
+        problem = draw_problem(rng, weights)
         if problem not in held_out:
             count -= 1
             yield problem
@@ -104,7 +108,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def write_data(out: Path, seed: int, *, train: int = 8192, demonstrations: int = 32768, held_out: int = 256) -> None:
+def write_data(out: Path, seed: int, *, train: int = 8192, demonstrations: int = 8192, held_out: int = 256) -> None:
     """Write the four files; the same seed gives the same bytes."""
     rng, taken = random.Random(seed), set[Problem]()
     for name in ("test", "valid"):
@@ -112,12 +116,12 @@ def write_data(out: Path, seed: int, *, train: int = 8192, demonstrations: int =
         write_jsonl(out / f"{name}.jsonl", ({"prompt": prompt(p), "answer": answer(p)} for p in problems))
     training = draw_training(rng, train, taken)
     write_jsonl(out / "train.jsonl", ({"prompt": prompt(p), "answer": answer(p)} for p in training))
-    shown = draw_training(rng, demonstrations, taken)
+    shown = draw_training(rng, demonstrations, taken, weights=[1] * len(ADDENDS))  # long ones teach the most
     write_jsonl(out / "demonstrations.jsonl", ({"prompt": prompt(p), "response": demonstrate(p, rng)} for p in shown))
 
 
 def write_model(out: Path, seed: int) -> None:
-    """A Qwen2 of 0.4 million random weights and its character tokenizer, in Hugging Face format."""
+    """A Qwen2 of 90,000 random weights and its character tokenizer, in Hugging Face format."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -128,10 +132,10 @@ def write_model(out: Path, seed: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     config = Qwen2Config(
         vocab_size=64,  # vLLM pads to a multiple of 64 anyway
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=False,

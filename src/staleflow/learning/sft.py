@@ -2,8 +2,9 @@
 
     python -m staleflow.learning.sft MODEL_DIR DEMONSTRATIONS VALID OUT_DIR [--steps N] [--lr X] …
 
-Trains for `steps` steps, or stops at the first evaluation that reaches `stop_accuracy`; the accuracy is greedy decoding
-against the exact answer. One process, on the CPU or one GPU.
+Trains for `steps` steps and then requires a held-out accuracy in `min_accuracy`..`max_accuracy`: a warm start for
+reinforcement learning is to leave something to learn, and something to learn from. The accuracy is that of greedy
+decoding against the exact answer. One process, on the CPU or one GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ Match = Callable[[str, str], float]  # (response, answer) -> reward
 class SftSettings:
     """`batch_sequences` demonstrations a step; an evaluation every `eval_every` steps and at the end."""
 
-    steps: int = 600
-    batch_sequences: int = 64
-    lr: float = 2e-3
+    steps: int = 300
+    batch_sequences: int = 16
+    lr: float = 3e-3
     warmup_steps: int = 20
-    eval_every: int = 200
-    stop_accuracy: float = 1.0
-    max_tokens: int = 96
+    eval_every: int = 80
+    min_accuracy: float = 0.0
+    max_accuracy: float = 1.0
+    max_tokens: int = 64
     seed: int = 0
     dtype: str = "float32"
 
@@ -152,8 +154,11 @@ def warm_start(
             report(
                 f"warm start step {step}/{settings.steps}: loss {metrics['loss']:.4f}, held-out accuracy {accuracy:.3f}"
             )
-            if accuracy >= settings.stop_accuracy:
-                break
+    if not settings.min_accuracy <= accuracy <= settings.max_accuracy:
+        raise ValueError(
+            f"warm start ended at held-out accuracy {accuracy:.3f}, outside {settings.min_accuracy} to "
+            f"{settings.max_accuracy}: change --steps (now {settings.steps}) or the demonstrations"
+        )
     export_model(trainer.model, tokenizer, out)
     return SftResult(step, metrics["loss"], accuracy, time.monotonic() - started)
 

@@ -205,6 +205,7 @@ class PolicyTrainer:
     def _scattered(self, batch: PackedBatch, model: PolicyModel) -> Tensor:
         batch = batch.to(self.device)
         scores = model.score(batch)
+        model.reshard()  # without a backward pass FSDP keeps the root's gathered weights, which an update outdates
         out = torch.zeros(batch.tokens, device=self.device)
         return out.index_copy(0, scores.index, scores.logprobs) * batch.loss_mask
 
