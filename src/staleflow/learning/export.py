@@ -15,12 +15,14 @@ from staleflow.learning.model import PolicyModel
 
 @torch.no_grad()
 def full_state(policy: PolicyModel) -> dict[str, Tensor]:
-    """Every parameter whole, float32 on the CPU, by transformers' names. A collective: every rank calls it."""
-    return {name: _whole(parameter).float().cpu() for name, parameter in policy.sharded_parameters()}
+    """A copy of every parameter, whole, float32 on the CPU, by transformers' names. A collective of all ranks."""
+    return {name: _whole_copy(parameter) for name, parameter in policy.sharded_parameters()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+def _whole_copy(tensor: Tensor) -> Tensor:
+    """With one rank `full_tensor()` is the live parameter itself: always copy."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return whole.to("cpu", torch.float32, copy=True)
 
 
 def export_model(
