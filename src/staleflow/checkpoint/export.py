@@ -66,7 +66,7 @@ def _require_empty(out: Path) -> None:
 
 
 def export(config: Config, place: Path, out: Path, dtype: str | None = None) -> str:
-    """Write the model of a checkpoint, with its tokenizer, to `out`; returns the dtype written."""
+    """Write the model of a checkpoint, with the tokenizer where there is one, to `out`; returns the dtype written."""
     import torch
     import torch.distributed.checkpoint as dcp
     from transformers import AutoModelForCausalLM
@@ -82,7 +82,8 @@ def export(config: Config, place: Path, out: Path, dtype: str | None = None) -> 
     _require_all(state, stored.keys(), place)
     dcp.load({name: t for name, t in state.items() if name in stored}, storage_reader=reader, no_dist=True)
     model.to(getattr(torch, chosen)).save_pretrained(out)
-    load_tokenizer(config.model.path).save_pretrained(out)
+    if any(Path(config.model.path).glob("tokenizer*")):
+        load_tokenizer(config.model.path).save_pretrained(out)
     return chosen
 
 
