@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from staleflow.coordination.cost_model import CostModel, load_cost_model
 from staleflow.coordination.settings import CoordinationSettings
@@ -103,6 +103,14 @@ class Study(Section):
     run: Run = Run()
     coordination: dict[str, float | int | bool | str] = {}
     variants: tuple[Variant, ...] = ()
+
+    @model_validator(mode="after")
+    def _warm(self) -> Study:
+        """At the start eta + 1 batches begin at once, at one version; steps 0 .. eta + 1 still feel it."""
+        most = max((*self.staleness.eta, *(eta for v in self.variants for eta in v.eta or ())))
+        if self.run.warmup < most + 2:
+            raise ValueError(f"run.warmup = {self.run.warmup}: with eta = {most} at least {most + 2} steps are needed")
+        return self
 
     def settings(self, variant: Variant) -> CoordinationSettings:
         """The variant's settings over the study's over the defaults."""

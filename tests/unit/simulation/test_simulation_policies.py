@@ -97,10 +97,12 @@ def test_no_policy_with_the_bound_beats_the_fluid_bound() -> None:
 
 
 def test_the_command_line_prints_one_json_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([str(YARDSTICK), "--policies", "sync", "--seeds", "1", "--steps", "4", "--json"]) == 0
+    assert main([str(YARDSTICK), "--policies", "sync", "--seeds", "1", "--steps", "8", "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     (row,) = out["rows"]
     assert row["policy"] == "sync" and 700.0 < row["step_s"] < 1000.0 and row["staleness_max"] == 0
+    assert main([str(YARDSTICK), "--policies", "sync", "--steps", "4"]) == 2
+    assert "warmup" in capsys.readouterr().err
     assert main([str(YARDSTICK), "--policies", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().err
     (tmp_path / "x.toml").write_text('name = "x"\n[fleet]\ninstanzes = 3\n')
