@@ -15,7 +15,7 @@ ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fram
 
 # Rings, arena and partition under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; SIGKILL at every
 # labelled point; corrupted segments, with libFuzzer where there is clang.
-test-sanitize: $(NATIVE)/ring_threads.tsan $(NATIVE)/ring_threads.asan $(NATIVE)/ring_killed $(NATIVE)/fuzz_attach
+test-sanitize: $(NATIVE)/ring_threads.tsan $(NATIVE)/ring_threads.asan $(NATIVE)/ring_killed $(NATIVE)/fuzz_attach ## rings under sanitizers, SIGKILL and fuzzing
 	$(NATIVE)/ring_threads.tsan 20000
 	$(NATIVE)/ring_threads.asan 20000
 	$(NATIVE)/ring_killed
@@ -53,7 +53,7 @@ $(NATIVE)/fuzz_attach.libfuzzer: csrc/tests/fuzz_attach.cpp $(RING_SOURCES) $(RI
 CUDA_ARCHS ?= 80 90
 CUDA_OBJECTS := $(patsubst csrc/ops/%.cu,$(NATIVE)/%.o,$(wildcard csrc/ops/*.cu))
 
-cuda-compile:
+cuda-compile: ## every .cu with nvcc for sm_80 and sm_90, no GPU needed
 ifeq ($(NVCC),)
 	@echo "cuda-compile: no nvcc in PATH (CUDA toolkit >= 12.6); nothing compiled" && exit 1
 else
@@ -69,5 +69,5 @@ $(NATIVE)/%.o: csrc/ops/%.cu $(wildcard csrc/ops/*.h csrc/ops/*.cuh)
 TORCH_INCLUDE = $(shell $(PY) -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0] + '/include')")
 
 # One script for a machine with a GPU; what it cannot show there it reports as "not run".
-test-gpu:
+test-gpu: ## tests on a machine with an NVIDIA GPU
 	tests/gpu/run.sh
