@@ -44,7 +44,9 @@ def settings(steps: int, eta: int, **changes: Any) -> dict[str, Any]:
 
 
 def launch(task: Task, root: Path, **changes: Any) -> Job:
-    os.environ["PYTHONPATH"] = str(HERE)  # for the reward, in the processes that score
+    """A job whose scoring processes find the reward."""
+    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(HERE)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *others])
     return start(task, root, **changes)
 
 

@@ -26,10 +26,10 @@ from tests.fault.checkpoint.lost import (
     wait_until_training,
     weights,
 )
-from tests.job.harness import Task, finished
+from tests.job.harness import Task
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-LONG = int(os.environ.get("STALEFLOW_KILLS", "2"))  # `make test-kills`: ten
+KILLS = int(os.environ.get("STALEFLOW_KILLS", "2"))  # the long form, `make test-kills`: ten
 
 
 def lose_and_resume(task: Task, root: Path, kills: int, seed: int, changes: dict[str, object]) -> Path:
@@ -54,11 +54,11 @@ def lose_and_resume(task: Task, root: Path, kills: int, seed: int, changes: dict
     return run_dir
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_lost_at_random_moments_it_ends_in_the_same_weights(task: Task, tmp_path: Path) -> None:
-    steps = 6 + 2 * LONG
+    steps = 6 + 2 * KILLS
     undisturbed = finished_run(task, tmp_path / "whole", settings(steps, eta=0, checkpoint__every_steps=0))
-    lost = lose_and_resume(task, tmp_path / "lost", LONG, 1, settings(steps, eta=0))
+    lost = lose_and_resume(task, tmp_path / "lost", KILLS, 1, settings(steps, eta=0))
     a, b = metrics(undisturbed), metrics(lost)
     assert [line["step"] for line in b] == list(range(steps))
     assert [line["prompts"] for line in b] == [line["prompts"] for line in a]
@@ -68,10 +68,10 @@ def test_lost_at_random_moments_it_ends_in_the_same_weights(task: Task, tmp_path
     assert not equal(weights(lost, 0), weights(lost, steps))
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_with_staleness_nothing_is_trained_twice_and_nothing_durable_is_lost(task: Task, tmp_path: Path) -> None:
-    steps = 6 + 2 * LONG
-    lost = lose_and_resume(task, tmp_path, LONG, 2, settings(steps, eta=2))
+    steps = 6 + 2 * KILLS
+    lost = lose_and_resume(task, tmp_path, KILLS, 2, settings(steps, eta=2))
     lines = metrics(lost)
     assert [line["step"] for line in lines] == list(range(steps))
     prompts = [prompt for line in lines for prompt in line["prompts"]]
@@ -83,5 +83,6 @@ def test_with_staleness_nothing_is_trained_twice_and_nothing_durable_is_lost(tas
 
 
 def finished_run(task: Task, root: Path, changes: dict[str, object]) -> Path:
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    return finished(task, root, **changes).run_dir
+    job = launch(task, root, **changes)
+    assert job.wait(280) == 0, job.output
+    return job.run_dir
