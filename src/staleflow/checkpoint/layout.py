@@ -133,7 +133,7 @@ def read_state(place: Path) -> dict[str, Any]:
 
 
 def retain(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep`, and what was never completed; returns what went."""
+    """Remove all complete checkpoints but the newest `keep`; returns what went."""
     gone = complete(run_dir)[:-keep]
     for place in gone:
         (place / MARKER).unlink()  # first, so that a kill in the middle leaves nothing that looks complete
@@ -146,6 +146,12 @@ def set_aside_newer(run_dir: Path, place: Path) -> list[Path]:
     found = complete(run_dir)
     newer = found[found.index(place) + 1 :] if place in found else []
     return [path.rename(path.with_name(f"undone-{path.name}")) for path in newer]
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what lost attempts were writing; nobody else may be writing to this run."""
+    for folder in checkpoints_dir(run_dir).glob("writing-*"):
+        shutil.rmtree(folder)
 
 
 def abandon(folder: Path) -> None:

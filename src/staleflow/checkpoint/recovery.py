@@ -90,15 +90,17 @@ def prepare(config: Config, attempt: int, nodes: int) -> Resume:
     """
     wanted = config.checkpoint.resume
     config.run_dir.mkdir(parents=True, exist_ok=True)
+    if wanted == "never":
+        return _begin(config)
     try:
+        layout.remove_unfinished(config.run_dir)
         place = layout.latest(config.run_dir)
         if wanted == "must" and place is None:
             raise CheckpointError(
                 f"checkpoint.resume = 'must': {layout.checkpoints_dir(config.run_dir)} holds no checkpoint; "
                 "use 'auto' to begin where there is none"
             )
-        begun = place is not None or layout.journal_path(config.run_dir).exists()
-        if wanted == "never" or not begun:
+        if place is None and not layout.journal_path(config.run_dir).exists():
             return _begin(config)
         return _resume(config, place, attempt, nodes)
     except JournalError as error:

@@ -172,7 +172,7 @@ class PolicyTrainer:
     ) -> LossInputs:
         index, logprobs = scores.index, scores.logprobs
         sequence = batch.sequence_ids()[index]
-        age = step - batch.versions[index]
+        age = (step - batch.versions[index]).abs()  # after a resume a token may come from a newer version that was lost
         weights = aggregation_weights(
             response_lengths(batch), sequence, totals, self.algorithm.aggregation, self.algorithm.constant_tokens
         )

@@ -216,6 +216,17 @@ def test_never_begins_anew_and_puts_the_old_checkpoints_aside(tmp_path: Path) ->
     assert "now in" in resume.notes[0] and (run_dir / "checkpoints.old1" / "step_000001").is_dir()
 
 
+def test_what_a_lost_attempt_was_writing_is_removed(tmp_path: Path) -> None:
+    run = Run.begin(config_for(tmp_path))
+    run.whole(0), run.whole(0)
+    run.train()
+    place = run.checkpoint()
+    run_dir = run.lose()
+    (layout.begin(run_dir, 2) / "part").write_text("half of it")
+    assert recovered(run.config).version == 1
+    assert [path.name for path in layout.checkpoints_dir(run_dir).iterdir() if path.is_dir()] == [place.name]
+
+
 def test_partial_trajectories_go_on_without_the_tokens_of_lost_weights(tmp_path: Path) -> None:
     run = Run.begin(config_for(tmp_path))
     run.whole(0), run.whole(0)
