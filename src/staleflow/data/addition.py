@@ -9,7 +9,7 @@ have 4 to 52 tokens, most of them short.
 Only the result counts: what follows the last `=` must be the sum, character for character (`exact_match`).
 
 The demonstrations for the warm start come from a *careless* teacher who, when the last digit passes nine, forgets the
-carry with probability 0.8 (`479+2=470+1`). A model that has learned from it knows the procedure but, by majority, not
+carry with probability 0.75 (`479+2=470+1`). A model that has learned from it knows the procedure but, by majority, not
 the carry; sums without one come out right. What reinforcement learning is left to find, from right and wrong results
 alone, is to be careful. Problems for training, for watching the warm start (`valid`) and for the test are disjoint.
 
@@ -29,7 +29,7 @@ NUMBERS = range(100, 990)  # sums stay below 1000
 ADDENDS = range(1, 10)
 ADDEND_WEIGHTS = (20, 18, 15, 13, 10, 8, 6, 5, 5)  # most are short, a tail is long
 KEEP_WITHOUT_CARRY = 0.35  # of the problems that need no carry; about 3 of 5 problems then need one
-FORGET_CARRY = 0.8
+FORGET_CARRY = 0.75
 MAX_PROMPT_TOKENS = 6
 MAX_RESPONSE_TOKENS = 6 * (len(ADDENDS) - 1) + 3 + 1
 CHARACTERS = "0123456789+="
