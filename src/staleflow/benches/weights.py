@@ -7,7 +7,7 @@
     delta    bytes and seconds at given shares of changed values, and on consecutive versions of a real model
              under Adam; end to end (snapshot to stored) also over a link of 250 MB/s between two namespaces
 
-Best of the repeats everywhere, ours and limits alike: the machine may be busy with other things.
+Best of the repeats everywhere, ours and limits alike, and CPU seconds of both ends: the machine may be busy.
 
 Options: --sizes 50,500,2000 (MB), --readers 1,2,4, --repeats 5, --link-mb 500 (0: skip), --no-adam, --quick.
 """
@@ -47,6 +47,8 @@ def run(args: list[str]) -> dict[str, Any]:
         },
         "peers": {f"per_parameter_broadcast_{size}": found["per_parameter"] for size, found in sizes.items()},
         "share_of_limit": {size: found["share_of_limit"] for size, found in sizes.items()},
+        "cpu_s_per_GB": {size: found["cpu_s_per_GB"] for size, found in sizes.items()},
+        "load_average": os.getloadavg()[0],
         "delta": {size: found["delta"] for size, found in sizes.items()},
         "delta_over_link": _over_link(options.link_mb, options.repeats) if options.link_mb else "not asked for",
         "delta_under_adam": _under_adam() if options.adam else "not asked for",
@@ -101,20 +103,24 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
     readers = [count for count in readers if mb < 1000 or count <= 2]
     setup = _setup(mb, readers, repeats)
     told = _run_ranks(setup, {})
-    host, first_reader = told["host"], told["reader0"]
-    nbytes = _image_bytes(setup)
+    trainer, host, reads = told["trainer"], told["host"], told["reader0"]
+    gb = _image_bytes(setup) / 1e9
     full = [push for push in host["pushes"] if push["mode"] == "full"]
-    raw, push = min(host["raw_s"]), min(p["push_s"] for p in full)
-    pulls = {count: found["pull_s"] for count, found in first_reader.items()}
-    copies = {count: found["copy_s"] for count, found in first_reader.items()}
+    raw_s, each_s = (min(wall for wall, _ in host[kind]) for kind in ("raw", "per_parameter"))
+    push_s = min(p["push_s"] for p in full)
+    copies, pulls = ({f"{n}_readers": found[kind] for n, found in reads.items()} for kind in ("copy", "pull"))
+    cpu = {kind: min(a[1] + b[1] for a, b in zip(trainer[kind], host[kind], strict=True)) for kind in trainer}
+    cpu["push"] = min(p["trainer_cpu_s"] + p["relay_cpu_s"] for p in full)
+    cpu |= {"copy_1_reader": copies["1_readers"][1], "pull_1_reader": pulls["1_readers"][1]}
     return {
-        "push": nbytes / push / 1e9,
-        "raw_broadcast": nbytes / raw / 1e9,
-        "per_parameter": nbytes / min(host["per_parameter_s"]) / 1e9,
-        "pull": {f"{count}_readers": nbytes / pulls[count] / 1e9 for count in pulls},
-        "copy": {f"{count}_readers": nbytes / copies[count] / 1e9 for count in copies},
-        "share_of_limit": {"push": raw / push} | {f"pull_{n}_readers": copies[n] / pulls[n] for n in pulls},
-        "delta": _by_share(host["pushes"], nbytes),
+        "push": gb / push_s,
+        "raw_broadcast": gb / raw_s,
+        "per_parameter": gb / each_s,
+        "pull": {n: gb / wall for n, (wall, _) in pulls.items()},
+        "copy": {n: gb / wall for n, (wall, _) in copies.items()},
+        "share_of_limit": {"push": raw_s / push_s} | {f"pull_{n}": copies[n][0] / pulls[n][0] for n in pulls},
+        "cpu_s_per_GB": {kind: seconds / gb for kind, seconds in cpu.items()},
+        "delta": _by_share(host["pushes"], _image_bytes(setup)),
     }
 
 
@@ -127,6 +133,7 @@ def _by_share(pushes: list[dict[str, Any]], nbytes: int) -> dict[str, Any]:
         sent, took = mine[0]["bytes"], min(p["end_to_end_s"] for p in mine)
         found[f"{share:.1%}"] = {
             "bytes": sent, "fewer_bytes": nbytes / sent, "end_to_end_s": took, "faster": full / took,
+            "cpu_s": min(p["trainer_cpu_s"] + p["relay_cpu_s"] for p in mine),
         }  # fmt: skip
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Meeting:
         self.store = dist.TCPStore(setup.address, setup.port, setup.ranks, rank == TRAINER, TIMEOUT)
         self._met: dict[str, int] = {}
 
-    def group(self, name: str) -> dist.ProcessGroup:
+    def group(self, name: str) -> Any:
         """Trainer and host, connected anew."""
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, 2, TIMEOUT)
 
@@ -70,24 +71,30 @@ class Meeting:
         self._met[name] = self._met.get(name, 0) + 1
         key = f"{name} {self._met[name]}"
         if self.store.add(key, 1) == ranks:
-            self.store.set(f"{key} open", b"1")
+            self.store.set(f"{key} open", "1")
         self.store.wait([f"{key} open"], TIMEOUT)
 
 
 def trainer(setup: Setup) -> None:
     meeting = Meeting(setup, TRAINER)
     weights = random_weights(setup.manifest)
+    results: dict[str, Any] = {"raw": [], "per_parameter": []}
     if setup.limits:
-        raw = meeting.group("raw")
-        for _ in range(setup.repeats):
-            meeting.barrier()
-            raw.broadcast(weights.flat, 0).wait()
-            meeting.barrier()
-            for tensor in weights.tensors.values():
-                raw.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+        _measure_limits(setup, meeting, weights.flat.numpy(), results)
     _publish(setup, meeting, weights, "full", [1.0] * setup.repeats)
     _publish(setup, meeting, weights, "delta", [1.0, *(share for share in setup.shares for _ in range(setup.repeats))])
     meeting.store.wait([f"done {rank}" for rank in range(HOST, setup.ranks)], TIMEOUT)  # the store lives here
+    print(json.dumps(results))
+
+
+def _measure_limits(setup: Setup, meeting: Meeting, memory: np.ndarray, results: dict[str, Any]) -> None:
+    """Both ends: the image in one broadcast, then one broadcast per parameter, in turn."""
+    raw = meeting.group("raw")
+    for _ in range(setup.repeats):
+        meeting.barrier()
+        results["raw"].append(seconds(lambda: raw.broadcast(torch.from_numpy(memory), 0).wait()))
+        meeting.barrier()
+        results["per_parameter"].append(seconds(lambda: send_each(raw, setup.manifest, memory)))
 
 
 def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares: list[float]) -> None:
@@ -101,9 +108,8 @@ def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares
         meeting.barrier()
         begin, sent = time.monotonic(), publisher.stats.sent_bytes
         publisher.snapshot(version)
-        staged = time.monotonic()
-        publisher.wait_free(TIMEOUT.total_seconds())
-        told = {"begin": begin, "staged": staged, "bytes": publisher.stats.sent_bytes - sent, "share": share}
+        _, cpu_s = seconds(lambda: publisher.wait_free(TIMEOUT.total_seconds()))
+        told = {"begin": begin, "bytes": publisher.stats.sent_bytes - sent, "share": share, "trainer_cpu_s": cpu_s}
         meeting.store.set(f"{mode} {version}", json.dumps(told))
     publisher.close()
 
@@ -131,44 +137,35 @@ def random_weights(manifest: Manifest) -> Weights:
 def host(setup: Setup) -> None:
     meeting = Meeting(setup, HOST)
     store = NodeStore.create(f"{setup.token}-store", setup.manifest)
-    results: dict[str, Any] = {"raw_s": [], "per_parameter_s": [], "pushes": []}
+    results: dict[str, Any] = {"raw": [], "per_parameter": [], "pushes": []}
     if setup.limits:
-        raw = meeting.group("raw")
-        memory = store._images[0]
-        for _ in range(setup.repeats):
-            meeting.barrier()
-            results["raw_s"].append(seconds(lambda: raw.broadcast(torch.from_numpy(memory), 0).wait()))
-            meeting.barrier()
-            results["per_parameter_s"].append(seconds(lambda: _receive_each(raw, setup.manifest, memory)))
+        _measure_limits(setup, meeting, store._images[0], results)
     for mode, count in (("full", setup.repeats), ("delta", 1 + setup.repeats * len(setup.shares))):
         _store_versions(setup, meeting, store, mode, count, results["pushes"])
-    meeting.store.set("store", b"1")
+    meeting.store.set("store", "1")
     for readers in setup.readers:
         meeting.store.wait([f"read {readers}"], TIMEOUT)
     store.close()
     print(json.dumps(results))
-    meeting.store.set(f"done {HOST}", b"1")
+    meeting.store.set(f"done {HOST}", "1")
 
 
-def _receive_each(group: dist.ProcessGroup, manifest: Manifest, memory: np.ndarray) -> None:
-    for entry in manifest.entries:
-        data = torch.from_numpy(memory[entry.offset_bytes : entry.offset_bytes + entry.nbytes])
-        group.broadcast(data, 0).wait()
-
-
-def _store_versions(setup: Setup, meeting: Meeting, store: NodeStore, mode: str, count: int, out: list) -> None:
-    stored: dict[int, tuple[float, float]] = {}
+def _store_versions(
+    setup: Setup, meeting: Meeting, store: NodeStore, mode: str, count: int, out: list[dict[str, Any]]
+) -> None:
+    stored: queue.Queue[tuple[float, float]] = queue.Queue()
     relay = Relay(
         meeting.group(mode), setup.manifest, store,
-        lambda version, took: stored.update({version: (time.monotonic(), took)}), timeout_s=TIMEOUT.total_seconds(),
+        lambda version, took: stored.put((time.monotonic(), took)), timeout_s=TIMEOUT.total_seconds(),
+        on_error=lambda error: os._exit(1),
     )  # fmt: skip
     for version in range(count):
         meeting.barrier()
+        cpu = time.process_time()
+        at, took = stored.get(timeout=TIMEOUT.total_seconds())
+        cpu_s = time.process_time() - cpu
         told = json.loads(meeting.store.get(f"{mode} {version}"))
-        while version not in stored:
-            time.sleep(0.001)
-        at, took = stored[version]
-        out.append({"mode": mode, "version": version, "push_s": took, "end_to_end_s": at - told["begin"], **told})
+        out.append({"mode": mode, "push_s": took, "end_to_end_s": at - told["begin"], "relay_cpu_s": cpu_s, **told})
     relay.ended.wait(TIMEOUT.total_seconds())
     relay.close()
 
@@ -194,11 +191,16 @@ def reader(setup: Setup, index: int) -> None:
             meeting.barrier(count, f"{count} readers")
             pulls.append(seconds(puller.pull))
         meeting.barrier(count, f"{count} readers")
-        results[count] = {"copy_s": min(copies), "pull_s": min(pulls)}
+        results[count] = {"copy": _best(copies), "pull": _best(pulls)}
         if index == 0:
-            meeting.store.set(f"read {count}", b"1")
+            meeting.store.set(f"read {count}", "1")
     print(json.dumps(results))
-    meeting.store.set(f"done {meeting.rank}", b"1")
+    meeting.store.set(f"done {meeting.rank}", "1")
+
+
+def _best(found: list[tuple[float, float]]) -> tuple[float, float]:
+    """Least wall time, least CPU time."""
+    return min(wall for wall, _ in found), min(cpu for _, cpu in found)
 
 
 class Copier:
@@ -216,10 +218,18 @@ class Copier:
         return True
 
 
-def seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def seconds(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall time, and CPU time of all threads of this process: the latter says something on a busy machine too."""
+    begin, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def send_each(group: Any, manifest: Manifest, memory: np.ndarray) -> None:
+    """What peers do: one broadcast per parameter."""
+    for entry in manifest.entries:
+        data = torch.from_numpy(memory[entry.offset_bytes : entry.offset_bytes + entry.nbytes])
+        group.broadcast(data, 0).wait()
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Transport `broadcast`, the trainer rank's end: pieces of the own shard down the chain of relays.
 
-Order of messages: H0 H1 P0 H2 P1 H3 … A header is always one piece ahead of its payload, so that the receiver has
-posted its buffer before the payload is offered, and the next piece is read and summed while this one travels.
+Order of messages: H0 P0 H1 H2 P1 H3 P2 … From the second piece on a header is one piece ahead of its payload, so that
+the receiver has posted its buffer before the payload is offered; the next piece is read, compared and summed while
+this one travels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staleflow.parameters.checksum import piece_sum
+from staleflow.parameters.checksum import MASK, piece_sum
 from staleflow.parameters.layout import Piece, Rows
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.rounds import Chain, Course, Header, Kind, Round, decide, end_row, handshake, trainer_row
@@ -53,6 +54,7 @@ class Broadcast:
         self._course: Course | None = None
         self._staging: Staging | None = None
         self._previous = Previous() if delta else None
+        self._flying: deque[Message] = deque()
 
     def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
         self._staging = staging
@@ -84,43 +86,53 @@ class Broadcast:
 
     def _send(self, pieces: Sequence[tuple[int, Piece]], round_: Round) -> int:
         """All pieces in order; returns the bytes sent."""
-        first = self.chain.relays[0]
         ahead: deque[tuple[int, Bytes]] = deque()
-        flying: deque[Message] = deque()
         sent = 0
-        for k in range(len(pieces) + 1):
-            if k < len(pieces):
-                place, piece = pieces[k]
-                header, payload = self._prepare(piece, delta=round_.base is not None)
-                flying.append(self.wire.send(header.pack(), first, 2 * place))
-                ahead.append((place, payload))
-            if k >= 1:
-                place, payload = ahead.popleft()
-            if k >= 1 and payload.nbytes:
-                flying.append(self.wire.send(payload, first, 2 * place + 1))
-                sent += payload.nbytes
-            while len(flying) > 2 * IN_FLIGHT:
-                self.wire.wait(flying.popleft())
-        for message in flying:
-            self.wire.wait(message)
+        for k, (place, piece) in enumerate(pieces):
+            header, payload = self._prepare(piece, delta=round_.base is not None)
+            self._put(header.pack(), 2 * place)
+            ahead.append((place, payload))
+            if k != 1:  # the first at once; from then on headers are one piece ahead
+                sent += self._put_payload(*ahead.popleft())
+        while ahead:
+            sent += self._put_payload(*ahead.popleft())
+        while self._flying:
+            self.wire.wait(self._flying.popleft())
         return sent
+
+    def _put_payload(self, place: int, payload: Bytes) -> int:
+        if payload.nbytes:
+            self._put(payload, 2 * place + 1)
+        return payload.nbytes
+
+    def _put(self, data: Bytes, tag: int) -> None:
+        """Begin to send; wait for the oldest message when many are on their way."""
+        self._flying.append(self.wire.send(data, self.chain.relays[0], tag))
+        while len(self._flying) > 2 * IN_FLIGHT:
+            self.wire.wait(self._flying.popleft())
 
     def _prepare(self, piece: Piece, *, delta: bool) -> tuple[Header, Bytes]:
         assert self._staging is not None
+        if delta and self._previous and (found := self._previous.difference(self._staging, piece)):
+            payload, checksum = found
+            return Header(Kind.DELTA, payload.nbytes, checksum), payload
         content = self._staging.read(piece)
         checksum = piece_sum(content, piece)
-        payload = self._previous.replace(self._staging, piece, encode=delta) if self._previous else None
-        if payload is None:
-            return Header(Kind.FULL, content.nbytes, checksum), content
-        return Header(Kind.DELTA, payload.nbytes, checksum), payload
+        if self._previous:
+            self._previous.take(self._staging, piece, checksum)
+        return Header(Kind.FULL, content.nbytes, checksum), content
 
 
 class Previous:
     """The shard as it was published last, which deltas are made against: one more shard of memory."""
 
     def __init__(self) -> None:
+        from staleflow.parameters import delta  # only here: a job without deltas does not need csrc's ops
+
+        self._delta = delta
         self.version: int | None = None  # None: not whole, or nothing published yet
         self._data: torch.Tensor | None = None
+        self._sums: dict[int, int] = {}  # checksum of each piece, by its place in the staging buffer
 
     def begin(self, staging: Staging) -> None:
         """A push begins: until it is through, this image is a mixture."""
@@ -128,15 +140,25 @@ class Previous:
         if self._data is None:
             self._data = torch.empty_like(staging.data)
 
-    def replace(self, staging: Staging, piece: Piece, *, encode: bool) -> Bytes | None:
-        """Bring a piece to the staged version; the delta if one was wanted and pays."""
-        from staleflow.parameters import delta
+    def difference(self, staging: Staging, piece: Piece) -> tuple[Bytes, int] | None:
+        """(delta, checksum of the new content), and the piece is brought up to date; None when a delta does not pay."""
+        new, old = self._parts(staging, piece)
+        found = self._delta.encode(new, old)
+        if found is None:
+            return None
+        payload, places = found
+        checksum = self._sums[piece.staging_bytes] + self._delta.sum_change(new, old, places, piece)
+        old.view(torch.int16)[places] = new.view(torch.int16)[places]
+        self._sums[piece.staging_bytes] = checksum & MASK
+        return payload, checksum & MASK
 
+    def take(self, staging: Staging, piece: Piece, checksum: int) -> None:
+        """Bring a piece that is sent whole up to date."""
+        new, old = self._parts(staging, piece)
+        old.copy_(new)
+        self._sums[piece.staging_bytes] = checksum
+
+    def _parts(self, staging: Staging, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._data is not None, "begin() comes first"
         part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
-        payload = delta.encode(staging.data[part], self._data[part]) if encode else None
-        if payload is None or self._data.device.type != "cpu":
-            self._data[part].copy_(staging.data[part])
-        else:
-            delta.apply(self._data[part].numpy(), payload)  # touches a hundredth of the memory
-        return payload
+        return staging.data[part], self._data[part]

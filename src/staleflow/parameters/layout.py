@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from staleflow.parameters.manifest import Manifest, aligned
 
+PIECES = 16
+FINEST_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20  # a range at least this long travels alone and lands without a copy; shorter ones are packed
 
 
@@ -102,7 +104,12 @@ def shard_of(manifest: Manifest, rows: Iterable[Rows]) -> Shard:
 
 
 def pieces_of(shard: Shard, bucket_bytes: int) -> tuple[Piece, ...]:
-    """Cut a shard into messages of at most `bucket_bytes`: long ranges alone, runs of short ones packed together."""
+    """Cut a shard into messages of at most `bucket_bytes`: long ranges alone, runs of short ones packed together.
+
+    A small shard is cut finer, into about `PIECES`, so that reading, sending and storing overlap there too.
+    """
+    finer = aligned(min(max(shard.nbytes // PIECES, FINEST_BYTES), bucket_bytes))
+    bucket_bytes = min(finer, bucket_bytes)
     pieces: list[Piece] = []
     packed: list[Range] = []
     for part in _split(shard.ranges, bucket_bytes):
