@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staleflow.parameters.checksum import MASK, piece_sum
+from staleflow.parameters.checksum import piece_sum
 from staleflow.parameters.layout import Piece, Rows
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.rounds import Chain, Course, Header, Kind, Round, decide, end_row, handshake, trainer_row
@@ -113,14 +113,12 @@ class Broadcast:
 
     def _prepare(self, piece: Piece, *, delta: bool) -> tuple[Header, Bytes]:
         assert self._staging is not None
-        if delta and self._previous and (found := self._previous.difference(self._staging, piece)):
-            payload, checksum = found
-            return Header(Kind.DELTA, payload.nbytes, checksum), payload
         content = self._staging.read(piece)
         checksum = piece_sum(content, piece)
-        if self._previous:
-            self._previous.take(self._staging, piece, checksum)
-        return Header(Kind.FULL, content.nbytes, checksum), content
+        payload = self._previous.replace(self._staging, piece, encode=delta) if self._previous else None
+        if payload is None:
+            return Header(Kind.FULL, content.nbytes, checksum), content
+        return Header(Kind.DELTA, payload.nbytes, checksum), payload
 
 
 class Previous:
@@ -132,7 +130,6 @@ class Previous:
         self._delta = delta
         self.version: int | None = None  # None: not whole, or nothing published yet
         self._data: torch.Tensor | None = None
-        self._sums: dict[int, int] = {}  # checksum of each piece, by its place in the staging buffer
 
     def begin(self, staging: Staging) -> None:
         """A push begins: until it is through, this image is a mixture."""
@@ -140,25 +137,14 @@ class Previous:
         if self._data is None:
             self._data = torch.empty_like(staging.data)
 
-    def difference(self, staging: Staging, piece: Piece) -> tuple[Bytes, int] | None:
-        """(delta, checksum of the new content), and the piece is brought up to date; None when a delta does not pay."""
-        new, old = self._parts(staging, piece)
-        found = self._delta.encode(new, old)
-        if found is None:
-            return None
-        payload, places = found
-        checksum = self._sums[piece.staging_bytes] + self._delta.sum_change(new, old, places, piece)
-        old.view(torch.int16)[places] = new.view(torch.int16)[places]
-        self._sums[piece.staging_bytes] = checksum & MASK
-        return payload, checksum & MASK
-
-    def take(self, staging: Staging, piece: Piece, checksum: int) -> None:
-        """Bring a piece that is sent whole up to date."""
-        new, old = self._parts(staging, piece)
-        old.copy_(new)
-        self._sums[piece.staging_bytes] = checksum
-
-    def _parts(self, staging: Staging, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def replace(self, staging: Staging, piece: Piece, *, encode: bool) -> Bytes | None:
+        """Bring a piece to the staged version; the delta if one was wanted and pays."""
         assert self._data is not None, "begin() comes first"
         part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
-        return staging.data[part], self._data[part]
+        new, old = staging.data[part], self._data[part]
+        payload = self._delta.encode(new, old) if encode else None
+        if payload is None or old.device.type != "cpu":
+            old.copy_(new)
+        else:
+            self._delta.apply(old.numpy(), payload)  # touches a hundredth of the memory
+        return payload

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staleflow.parameters.checksum import piece_sum
-from staleflow.parameters.layout import Piece
 from staleflow.trajectories import ops
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,25 +19,12 @@ CHANGE_BYTES = 6
 FULL_ABOVE = 0.5  # a delta longer than this share of the piece does not pay: the piece is sent whole
 
 
-def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[Bytes, torch.Tensor] | None:
-    """(payload, places) that turn `old` into `new`; None when it does not pay.
-
-    `new`, `old`: uint8 tensors of the same even length, on one device; `places` int64, on that device.
-    """
+def encode(new: torch.Tensor, old: torch.Tensor) -> Bytes | None:
+    """What turns `old` into `new` (uint8 tensors of the same even length, on one device); None when it does not pay."""
     places, words = ops.delta_encode(new.view(torch.bfloat16), old.view(torch.bfloat16))
     if places.numel() * CHANGE_BYTES > FULL_ABOVE * new.numel():
         return None
-    payload = torch.cat((places.view(torch.uint8), words.view(torch.uint8))).cpu().numpy()
-    return payload, places.long()
-
-
-def sum_change(new: torch.Tensor, old: torch.Tensor, places: torch.Tensor, piece: Piece) -> int:
-    """By how much the piece's share of the image's checksum grows (mod 2**64), from the changed words alone."""
-    if not piece.direct:
-        return piece_sum(new.cpu().numpy(), piece) - piece_sum(old.cpu().numpy(), piece)
-    before, after = (data.view(torch.int16)[places].long() & 0xFFFF for data in (old, new))
-    shifts = 16 * ((places + piece.ranges[0].image_bytes // 2) % 4)
-    return int(((after - before) << shifts).sum())
+    return torch.cat((places.view(torch.uint8), words.view(torch.uint8))).cpu().numpy()
 
 
 def apply(target: Bytes, payload: Bytes) -> None:

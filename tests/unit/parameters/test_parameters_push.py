@@ -389,10 +389,9 @@ def test_direct_transport() -> None:
 def test_a_delta_that_does_not_pay_is_none() -> None:
     old = torch.arange(0, 200, dtype=torch.uint8)
     new = old.clone()
-    assert delta.encode(new, old)[0].nbytes == 0
+    assert delta.encode(new, old).nbytes == 0
     new[:32] += 1
-    payload, places = delta.encode(new, old)
-    assert places.tolist() == list(range(16))
+    payload = delta.encode(new, old)
     assert payload.nbytes == 16 * delta.CHANGE_BYTES
     target = old.numpy().copy()
     delta.apply(target, payload)
