@@ -107,7 +107,10 @@ class Coordinator:
         self._board.join(info)
 
     def lost(self, instance: int, tokens: Mapping[int, int]) -> None:
-        """An instance is gone. Its trajectories wait again, with the `tokens` that survived (others start again)."""
+        """An instance is gone. Its trajectories wait again, with the `tokens` that survived (others start again).
+
+        What it had reported before (`finished`, `returned`) must have been delivered, or it would be generated twice.
+        """
         gone = self._board.instances.get(instance)
         if gone is None:
             return

@@ -63,6 +63,7 @@ class World:
         self.snapshots: list[InstanceSnapshot] = []
         self.facts: list[tuple] = []
         self.old_facts: list[tuple] = []
+        self.reporter: dict[int, int] = {}  # tid -> instance of its last fact
         self.published, self.now_s, self.next_group = 0, 0.0, 0
         self.core.published(0)
 
@@ -96,6 +97,7 @@ class World:
             for tid in command.tids:
                 if tid in instance.tokens:
                     self.stored[tid] = instance.tokens.pop(tid)
+                    self.reporter[tid] = index
                     self.facts.append(("returned", tid, self.stored[tid], self.v_traj[tid], command.id))
         elif isinstance(command, Abort):
             for tid in command.tids:
@@ -115,6 +117,7 @@ class World:
             instance.tokens[tid] += 1
             if rng.random() < end or instance.tokens[tid] >= 30:
                 self.finished[tid] = instance.tokens.pop(tid)
+                self.reporter[tid] = index
                 self.facts.append(("finished", tid, self.finished[tid], self.v_traj[tid], 1))
 
     def deliver(self, fact: tuple) -> None:
@@ -145,6 +148,10 @@ class World:
         self.core.published(self.published)
 
     def lose(self, index: int, rng: random.Random) -> None:
+        """What it had reported before it was lost is delivered first, as `lost` demands."""
+        for fact in [f for f in self.facts if f[0] != "rewarded" and self.reporter[f[1]] == index]:
+            self.facts.remove(fact)
+            self.deliver(fact)
         gone = self.instances[index]
         kept = {tid: rng.randrange(tokens + 1) for tid, tokens in gone.tokens.items()}
         self.stored.update(kept)
