@@ -49,6 +49,16 @@ def test_interrupted_and_continued_is_the_same_response() -> None:
     assert begun + rest == whole
 
 
+def test_a_buffer_that_grows_while_it_is_generated_changes_nothing() -> None:
+    """As a rollout rank does it: the request's tokens are the buffer that what comes is appended to."""
+    whole, _ = generate(engine(), 11, [4, 4])
+    made, buffer = engine(), [4, 4]
+    made.add(Request(1, buffer, 400, 1.0, 11))
+    while made.busy():
+        buffer += made.step()[0].tokens
+    assert buffer[2:] == whole
+
+
 def test_limit_and_lengths_are_long_tailed() -> None:
     assert generate(engine(), 5, [4, 4], 1)[1] in (Finish.LENGTH, Finish.STOP)
     lengths = np.array([len(generate(engine(), seed, [4, 4])[0]) for seed in range(200)])

@@ -41,10 +41,10 @@ class ScriptedEngine:
         self._vocabulary, self._max_running, self._step_s = vocabulary, max_running, step_s
         self._mean_tokens = mean_tokens
         self._weights = 0
-        self._running: dict[int, tuple[Request, int]] = {}  # tid -> (request, tokens generated since it was added)
+        self._running: dict[int, tuple[Request, int, int]] = {}  # tid -> (request, tokens when it was added, and since)
 
     def add(self, request: Request) -> None:
-        self._running[request.tid] = (request, 0)
+        self._running[request.tid] = (request, len(request.tokens), 0)  # its owner's buffer grows with what we yield
 
     def step(self) -> list[Delta]:
         if self._running:
@@ -52,14 +52,14 @@ class ScriptedEngine:
         return [self._advance(tid) for tid in list(self._running)[: self._max_running]]
 
     def _advance(self, tid: int) -> Delta:
-        request, done = self._running[tid]
-        position = len(request.tokens) + done
+        request, before, done = self._running[tid]
+        position = before + done
         word = mix(self._weights, request.seed or 0, position)
         ends = self._ends_at(request.seed or tid, position)
         token = EOS if ends else FIRST_TOKEN + word % (self._vocabulary - FIRST_TOKEN)
         finish = Finish.STOP if ends else Finish.LENGTH if done + 1 >= request.max_new else Finish.PARTIAL
         if finish is Finish.PARTIAL:
-            self._running[tid] = (request, done + 1)
+            self._running[tid] = (request, before, done + 1)
         else:
             del self._running[tid]
         return Delta(tid, [token], [-math.log(self._vocabulary)], finish)
@@ -78,7 +78,7 @@ class ScriptedEngine:
 
     def load(self) -> Load:
         held = len(self._running)
-        kv = sum(len(request.tokens) + done for request, done in self._running.values())
+        kv = sum(before + done for _, before, done in self._running.values())
         return Load(min(held, self._max_running), max(0, held - self._max_running), kv, 1 << 20)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
