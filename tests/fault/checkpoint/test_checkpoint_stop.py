@@ -74,10 +74,10 @@ def test_a_full_disk_keeps_the_run_going_and_says_so(task: Task, tmp_path: Path)
     try:
         job = launch(task, tmp_path, **settings(3, eta=1, checkpoint__every_steps=1))
         assert job.wait() == 0, job.output
-        assert job.output.count("could not be written") >= 1
         said = [line for line in job.output.splitlines() if "could not be written" in line]
-        assert all("no space left on device" in line and "there is none yet" in line for line in said), said
-        assert job.summary["steps"] == 3
-        assert layout.latest(job.run_dir) is None
+        assert said and all("no space left on device" in line for line in said), job.output
+        place = layout.latest(job.run_dir)  # the first one may have had room
+        assert said[-1].endswith(f"; {place.name} stays" if place else "; there is none yet")
+        assert job.summary["steps"] == 3 and job.summary["status"] == "completed"
     finally:
         subprocess.run(["umount", str(folder)], check=True)
