@@ -1,7 +1,7 @@
 """A micro-batch as one ring record: trajectory records and their advantages, read by `pack` without another copy.
 
-    0   i64 n | 8  i64 offsets[n] (from the start of the payload) | f32 advantages[n], padded to 8 | trajectory records,
-    each starting at a multiple of 8
+0   i64 n | 8  i64 offsets[n] (from the start of the payload) | f32 advantages[n], padded to 8 | trajectory records,
+each starting at a multiple of 8
 """
 
 from __future__ import annotations
