@@ -39,7 +39,8 @@ def _chunk_scores(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: 
     """(log-probability of the target, entropy), float32 [rows] each, of softmax(hidden @ weight.T / temperature)."""
     logits = torch.nn.functional.linear(hidden, weight).float() / temperature
     log_p = logits.log_softmax(-1)
-    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    # sum, not a view of the one column: FSDP hooks its backward pass onto what a module returns
+    return log_p.gather(-1, targets[:, None]).sum(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def linear_scores(

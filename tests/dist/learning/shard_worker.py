@@ -3,6 +3,7 @@
 argv: rank, world size, store file, model directory root, output file, checkpoint directory
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def trainer_for(model: dict, algorithm: dict) -> PolicyTrainer:
 def batches_of_rank() -> list:
     """24 trajectories in 8 micro-batches of unequal size, two halves of the step; the ranks take turns."""
     bounds = np.cumsum([0, 2, 4, 3, 3, 1, 5, 4, 2])
-    parts = [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
     return [pack([trajectory(i) for i in p], [float(np.sin(i)) for i in p]) for p in parts[rank::world]]
 
 
