@@ -433,8 +433,11 @@ class CoordinatorRole:
 
     def stop(self, signal_number: int, reason: str) -> None:
         """SIGUSR1 asks for a stop that the run goes on from (85). SIGTERM and SIGINT end it, with a checkpoint where
-        those are on and as far as the grace time allows.
+        those are on and as far as the grace time allows. A failure that is known already is the reason instead.
         """
+        if self._failure is not None:
+            self.fail(self._failure[0])
+            return
         if signal_number == signal.SIGUSR1:
             self._ask_to_stop(reason, STOPPED)
         elif self._c.checkpoint.every_steps:

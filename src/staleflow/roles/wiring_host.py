@@ -229,8 +229,9 @@ def _loop(
 
 
 def _stop_by_signal(job: Job, node: _Node, role: CoordinatorRole) -> None:
-    """A launcher signals everybody when one rank has died: then the dead rank is the reason, not the signal."""
+    """A launcher signals everybody when one rank has died or failed: then that is the reason, not the signal."""
     time.sleep(0.2)
+    node.turn(())
     node.host.look_now()
     role.turn([(0, message) for message in _drained(node.outbox)], time.monotonic())
     number, job.signal = job.signal, 0
