@@ -68,14 +68,15 @@ class PolicyModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Scores of the tokens at `index` (int64 [n]), each predicted from the token before it."""
+        longest = int(cu_seqlens.diff().max())
         hidden = self.hf.get_decoder()(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
-            max_length_q=int(cu_seqlens.diff().max()),
-            max_length_k=int(cu_seqlens.diff().max()),
+            max_length_q=longest,
+            max_length_k=longest,
         ).last_hidden_state[0]
         return linear_scores(
             hidden[(index - 1).clamp(min=0)],

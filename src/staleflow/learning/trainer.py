@@ -100,7 +100,10 @@ class PolicyTrainer:
         return self.model.sharded_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """For `torch.distributed.checkpoint`: sharded tensors, so that another number of ranks can read it."""
+        """For `torch.distributed.checkpoint`: sharded tensors, so that another number of ranks can read it.
+
+        They are the live ones: copy them before the next step, as an asynchronous save does.
+        """
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
@@ -205,7 +208,7 @@ class PolicyTrainer:
     def _scattered(self, batch: PackedBatch, model: PolicyModel) -> Tensor:
         batch = batch.to(self.device)
         scores = model.score(batch)
-        model.reshard()  # without a backward pass FSDP keeps the root's gathered weights, which an update outdates
+        model.reshard()  # without a backward pass FSDP keeps the root's weights gathered, past a load_state_dict too
         out = torch.zeros(batch.tokens, device=self.device)
         return out.index_copy(0, scores.index, scores.logprobs) * batch.loss_mask
 
