@@ -208,7 +208,7 @@ class PolicyTrainer:
     def _scattered(self, batch: PackedBatch, model: PolicyModel) -> Tensor:
         batch = batch.to(self.device)
         scores = model.score(batch)
-        model.reshard()  # without a backward pass FSDP keeps the root's weights gathered, past a load_state_dict too
+        model.reshard()  # no backward pass follows, for which FSDP would keep the root's weights gathered
         out = torch.zeros(batch.tokens, device=self.device)
         return out.index_copy(0, scores.index, scores.logprobs) * batch.loss_mask
 

@@ -43,7 +43,7 @@ def test_a_step_makes_good_actions_likelier_and_bad_ones_less(tiny_model, trajec
 
 
 def test_a_loaded_state_scores_and_goes_on_like_the_one_saved(tiny_model, trajectories):
-    """Also right after scoring: without a backward pass FSDP keeps weights gathered, which loading outdates."""
+    """Also right after scoring, which must not leave outdated copies behind."""
     saved, loaded = trainer_for(tiny_model, lr=1e-2), trainer_for(tiny_model, lr=1e-2)
     batch = pack(trajectories, ADVANTAGES)
     step(saved, trajectories)
