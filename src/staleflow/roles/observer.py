@@ -124,10 +124,11 @@ class Observer:
         a, now_s = self._accounts, time.monotonic()
         first, last = a.reward_ends()
         view = self._core.view()
-        accuracies = [r["mean"] for r in self.accuracies]
+        # A short run's last evaluation may end before its first: instances answer at their own pace.
+        by_version = sorted(self.accuracies, key=lambda result: result["version"])
         evaluated = {
-            "accuracy_before": accuracies[0] if accuracies and not self.accuracies[0]["version"] else None,
-            "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+            "accuracy_before": by_version[0]["mean"] if by_version and not by_version[0]["version"] else None,
+            "accuracy_after": by_version[-1]["mean"] if len(by_version) > 1 else None,
             "evaluations": self.accuracies,
         }
         s = self._c.staleness
@@ -180,7 +181,7 @@ def closing_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     ]
     if summary["reward_first"] is not None:
         lines.append(f"  reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")
-    if summary.get("accuracy_after") is not None:
+    if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
         lines.append(f"  held out   {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}")
     wasted = sum(summary["discarded_tokens"].values())
     lines.append(f"  discarded  {wasted} of {summary['generated_tokens']} generated tokens")
