@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.publish import Publisher
 from staleflow.parameters.pull import Puller
 from staleflow.parameters.relay import Relay
-from staleflow.parameters.store import NodeStore, image_part
+from staleflow.parameters.store import NodeStore, as_tensor, image_part
 
 TIMEOUT = timedelta(seconds=300)
 TRAINER, HOST = 0, 1  # ranks; readers follow
@@ -178,16 +178,16 @@ def reader(setup: Setup, index: int) -> None:
     store = NodeStore.attach(f"{setup.token}-store")
     engine = Copier(setup.manifest)
     puller = Puller(store, engine)
-    image = store.read().image()
+    copy = partial(torch.from_numpy(engine.data).copy_, as_tensor(store.read().image()))
+    copy()
     results = {}
     for count in setup.readers:
         if index >= count:
             continue
         copies, pulls = [], []
-        np.copyto(engine.data, image)
         for _ in range(setup.repeats):
             meeting.barrier(count, f"{count} readers")
-            copies.append(seconds(lambda: np.copyto(engine.data, image)))
+            copies.append(seconds(copy))
             meeting.barrier(count, f"{count} readers")
             pulls.append(seconds(puller.pull))
         meeting.barrier(count, f"{count} readers")

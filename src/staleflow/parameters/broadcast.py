@@ -1,8 +1,6 @@
 """Transport `broadcast`, the trainer rank's end: pieces of the own shard down the chain of relays.
 
-Order of messages: H0 P0 H1 H2 P1 H3 P2 … From the second piece on a header is one piece ahead of its payload, so that
-the receiver has posted its buffer before the payload is offered; the next piece is read, compared and summed while
-this one travels.
+What `landing` says of the order of headers and payloads is said from the other end.
 """
 
 from __future__ import annotations
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Bytes = npt.NDArray[np.uint8]
-IN_FLIGHT = 2
+IN_FLIGHT = 16  # pieces; on the CPU they are views of the staging buffer
+IN_FLIGHT_CUDA = 3  # each lies in a pinned buffer meanwhile
 
 
 class Broadcast:
@@ -86,18 +85,35 @@ class Broadcast:
 
     def _send(self, pieces: Sequence[tuple[int, Piece]], round_: Round) -> int:
         """All pieces in order; returns the bytes sent."""
+        sent = self._send_whole(pieces) if round_.base is None else self._send_deltas(pieces)
+        while self._flying:
+            self.wire.wait(self._flying.popleft())
+        return sent
+
+    def _send_whole(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+        """P0 H0 P1 H1 …: a piece is summed while it travels."""
+        assert self._staging is not None
+        sent = 0
+        for place, piece in pieces:
+            content = self._staging.read(piece)
+            sent += self._put_payload(place, content)
+            if self._previous:
+                self._previous.replace(self._staging, piece, encode=False)
+            self._put(Header(Kind.FULL, content.nbytes, piece_sum(content, piece)).pack(), 2 * place)
+        return sent
+
+    def _send_deltas(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+        """H0 P0 H1 H2 P1 H3 P2 …: a header goes one piece ahead of its payload, so that a buffer is posted in time."""
         ahead: deque[tuple[int, Bytes]] = deque()
         sent = 0
         for k, (place, piece) in enumerate(pieces):
-            header, payload = self._prepare(piece, delta=round_.base is not None)
+            header, payload = self._encode(piece)
             self._put(header.pack(), 2 * place)
             ahead.append((place, payload))
-            if k != 1:  # the first at once; from then on headers are one piece ahead
+            if k != 1:  # the first at once
                 sent += self._put_payload(*ahead.popleft())
         while ahead:
             sent += self._put_payload(*ahead.popleft())
-        while self._flying:
-            self.wire.wait(self._flying.popleft())
         return sent
 
     def _put_payload(self, place: int, payload: Bytes) -> int:
@@ -108,14 +124,16 @@ class Broadcast:
     def _put(self, data: Bytes, tag: int) -> None:
         """Begin to send; wait for the oldest message when many are on their way."""
         self._flying.append(self.wire.send(data, self.chain.relays[0], tag))
-        while len(self._flying) > 2 * IN_FLIGHT:
+        assert self._staging is not None
+        limit = IN_FLIGHT_CUDA if self._staging.device.type == "cuda" else IN_FLIGHT
+        while len(self._flying) > 2 * limit:
             self.wire.wait(self._flying.popleft())
 
-    def _prepare(self, piece: Piece, *, delta: bool) -> tuple[Header, Bytes]:
-        assert self._staging is not None
+    def _encode(self, piece: Piece) -> tuple[Header, Bytes]:
+        assert self._staging is not None and self._previous is not None
         content = self._staging.read(piece)
         checksum = piece_sum(content, piece)
-        payload = self._previous.replace(self._staging, piece, encode=delta) if self._previous else None
+        payload = self._previous.replace(self._staging, piece, encode=True)
         if payload is None:
             return Header(Kind.FULL, content.nbytes, checksum), content
         return Header(Kind.DELTA, payload.nbytes, checksum), payload

@@ -15,8 +15,8 @@ from staleflow.parameters.store import Slot
 from staleflow.parameters.wire import Message, Wire
 
 Bytes = npt.NDArray[np.uint8]
-HEADERS_AHEAD = 4
-FORWARDING = 2 * HEADERS_AHEAD
+AHEAD = 16  # pieces that are posted: most land in the slot itself, the packed ones are small
+FORWARDING = 2 * AHEAD
 KEEP_BELOW = 1 / 8  # of the piece: a longer delta is not kept, copying the piece costs no more
 
 
@@ -43,36 +43,46 @@ class Deltas:
 
 @dataclass
 class _Arrival:
+    """A piece on its way in. `data` is where the payload lands: the slot itself, or a buffer."""
+
     place: int
     trainer: int
     piece: Piece
-    header: Header
-    data: Bytes  # where the payload lands: the slot itself, or a buffer
-    message: Message | None
+    header_data: Bytes
+    header_message: Message
+    header: Header | None = None
+    data: Bytes | None = None
+    payload_message: Message | None = None
 
 
 class Landing:
-    """Receives one version into `slot`; `kept` are the deltas of the push before."""
+    """Receives one version into `slot`; `whole` when the round has no deltas; `kept` are the deltas of the last push.
 
-    def __init__(self, wire: Wire, chain: Chain, course: Course, slot: Slot, kept: Deltas) -> None:
+    Without deltas all sizes are known, so payloads are posted well ahead and stream by themselves, and a header, which
+    then only carries the checksum, follows its payload. With deltas it goes before, and says how long the payload is.
+    """
+
+    def __init__(self, wire: Wire, chain: Chain, course: Course, slot: Slot, kept: Deltas, *, whole: bool) -> None:
         self._wire, self._chain, self._course, self._slot, self._kept = wire, chain, course, slot, kept
+        self._whole = whole
         self._next = chain.after(wire.rank)
         self._forwarded: deque[tuple[Message, Bytes]] = deque()  # data is held until it has been sent
         self._kept_lead = kept.lead(slot)
         self.payloads: dict[int, Bytes] = {}
 
     def run(self) -> None:
-        """Receive piece k + 1 while piece k is stored and passed on. Raises PeerLostError, CorruptPieceError."""
-        steps = self._course.steps
-        headers = deque(self._expect_header(place) for place in range(min(HEADERS_AHEAD, len(steps))))
+        """Receive pieces while the one before is stored and passed on. Raises PeerLostError, CorruptPieceError."""
+        count = len(self._course.steps)
+        window = deque(self._expect(place) for place in range(min(AHEAD, count)))
         previous: _Arrival | None = None
-        for place in range(len(steps)):
-            if place + HEADERS_AHEAD < len(steps):
-                headers.append(self._expect_header(place + HEADERS_AHEAD))
-            arrival = self._expect_payload(place, *headers.popleft())
+        for place in range(count):
+            if not self._whole:
+                self._read_header(window[0])
             if previous is not None:
                 self._finish(previous)
-            previous = arrival
+            previous = window.popleft()
+            if place + AHEAD < count:
+                window.append(self._expect(place + AHEAD))
         if previous is not None:
             self._finish(previous)
         while self._forwarded:
@@ -81,41 +91,50 @@ class Landing:
     def _source(self, place: int) -> int:
         return self._chain.before(self._wire.rank, self._course.steps[place][0])
 
-    def _expect_header(self, place: int) -> tuple[Message, Bytes]:
-        data = np.empty(Header.NBYTES, np.uint8)
-        return self._wire.receive(data, self._source(place), 2 * place), data
-
-    def _expect_payload(self, place: int, message: Message, data: Bytes) -> _Arrival:
-        """Wait for the header, pass it on, post a buffer for the payload: the slot itself where it can land there."""
-        self._wire.wait(message)
-        self._forward(data, 2 * place)
-        header = Header.unpack(data)
+    def _expect(self, place: int) -> _Arrival:
         trainer, piece = self._course.steps[place]
-        lands = header.kind is Kind.FULL and piece.direct
-        buffer = self._in_slot(piece) if lands else np.empty(header.nbytes, np.uint8)
-        payload = self._wire.receive(buffer, self._source(place), 2 * place + 1) if header.nbytes else None
-        return _Arrival(place, trainer, piece, header, buffer, payload)
+        data = np.empty(Header.NBYTES, np.uint8)
+        arrival = _Arrival(place, trainer, piece, data, self._wire.receive(data, self._source(place), 2 * place))
+        if self._whole:
+            self._post_payload(arrival, piece.nbytes, lands=piece.direct)
+        return arrival
+
+    def _read_header(self, arrival: _Arrival) -> Header:
+        """Wait for it, pass it on, and post a buffer for the payload if that could not be done before."""
+        self._wire.wait(arrival.header_message)
+        self._forward(arrival.header_data, 2 * arrival.place)
+        header = arrival.header = Header.unpack(arrival.header_data)
+        if arrival.data is None:
+            self._post_payload(arrival, header.nbytes, lands=header.kind is Kind.FULL and arrival.piece.direct)
+        return header
+
+    def _post_payload(self, arrival: _Arrival, nbytes: int, *, lands: bool) -> None:
+        arrival.data = self._in_slot(arrival.piece) if lands else np.empty(nbytes, np.uint8)
+        if nbytes:
+            source = self._source(arrival.place)
+            arrival.payload_message = self._wire.receive(arrival.data, source, 2 * arrival.place + 1)
 
     def _finish(self, arrival: _Arrival) -> None:
-        if arrival.message is not None:
-            self._wire.wait(arrival.message)
+        assert arrival.data is not None
+        if arrival.payload_message is not None:
+            self._wire.wait(arrival.payload_message)
             self._forward(arrival.data, 2 * arrival.place + 1)
-        checksum = piece_sum(self._land(arrival), arrival.piece)
-        if checksum != arrival.header.checksum:
+        kind = arrival.header.kind if arrival.header else Kind.FULL
+        checksum = piece_sum(self._land(arrival, arrival.data, kind), arrival.piece)
+        header = arrival.header or self._read_header(arrival)
+        if checksum != header.checksum:
             sender = self._wire.names[self._chain.trainers[arrival.trainer]]
             raise CorruptPieceError(f"piece {arrival.place} of {sender} arrived damaged (checksum {checksum:#x})")
         self._slot.checksum = (self._slot.checksum + checksum) & MASK
 
-    def _land(self, arrival: _Arrival) -> Bytes:
+    def _land(self, arrival: _Arrival, data: Bytes, kind: Kind) -> Bytes:
         """Bring the piece's range of the slot to the new version; returns the piece's content."""
-        piece = arrival.piece
-        if arrival.header.kind is Kind.FULL:
-            content = arrival.data
-        else:
+        piece, content = arrival.piece, data
+        if kind is Kind.DELTA:
             content = self._base(arrival)
-            delta_apply(content, arrival.data)
-            if arrival.data.nbytes <= KEEP_BELOW * piece.nbytes:
-                self.payloads[arrival.place] = arrival.data
+            delta_apply(content, data)
+            if data.nbytes <= KEEP_BELOW * piece.nbytes:
+                self.payloads[arrival.place] = data
         if not piece.direct:
             self._scatter(piece, content)
         return content

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from staleflow.parameters.manifest import Manifest, aligned
 
-PIECES = 16
-FINEST_BYTES = 4 << 20
+PIECES = 32
+FINEST_BYTES = 8 << 20
+PACKED_BYTES = 4 << 20  # at most, in one message of short ranges
 DIRECT_BYTES = 1 << 20  # a range at least this long travels alone and lands without a copy; shorter ones are packed
 
 
@@ -114,7 +115,7 @@ def pieces_of(shard: Shard, bucket_bytes: int) -> tuple[Piece, ...]:
     packed: list[Range] = []
     for part in _split(shard.ranges, bucket_bytes):
         alone = part.nbytes >= min(DIRECT_BYTES, bucket_bytes)
-        if packed and (alone or sum(r.nbytes for r in packed) + part.nbytes > bucket_bytes):
+        if packed and (alone or sum(r.nbytes for r in packed) + part.nbytes > min(bucket_bytes, PACKED_BYTES)):
             pieces.append(Piece(tuple(packed)))
             packed = []
         if alone:

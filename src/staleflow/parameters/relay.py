@@ -89,7 +89,7 @@ class Relay:
             self.store.forget(round_.version)
         base = self.store.newest()
         with self.store.writing(round_.version) as slot:
-            landing = Landing(self._wire, self._chain, course, slot, self._deltas)
+            landing = Landing(self._wire, self._chain, course, slot, self._deltas, whole=round_.base is None)
             landing.run()
         self._deltas = Deltas(base, round_.version, landing.payloads)
         self._on_stored(round_.version, time.monotonic() - begin)

@@ -132,12 +132,12 @@ class Wire:
 
     def poll(self, agreement: Agreement) -> list[list[int]] | None:
         """Wait for an agreement for a moment (`SLICE`); what each member said, or None. Errors as in `agree`."""
-        if self._stopping.is_set():
-            raise StoppedError("stopped while waiting for the publish group")
         try:
             agreement.work.wait(SLICE)
         except RuntimeError:  # the slice is over, or it failed, or it completed just after the slice was over
             if not agreement.work.is_completed():
+                if self._stopping.is_set():
+                    raise StoppedError("stopped while waiting for the publish group") from None
                 self._ask(agreement)
                 return None
             self._attempt("agreement", agreement.work.wait)

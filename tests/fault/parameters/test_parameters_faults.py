@@ -154,17 +154,17 @@ def trainer_that_stops_in_the_middle(context: Context, relays: list[int], how: i
     """Publishes version 7, then is struck by signal `how` in the middle of version 8."""
     from staleflow.parameters.broadcast import Broadcast
 
-    prepare, count = Broadcast._prepare, 0
+    put, count = Broadcast._put_payload, 0
 
-    def struck(self, piece, *, delta: bool):
+    def struck(self, place: int, payload) -> int:
         nonlocal count
         count += 1
         if count > 13:  # ten pieces a version
             context.signal("stalled")
             os.kill(os.getpid(), how)
-        return prepare(self, piece, delta=delta)
+        return put(self, place, payload)
 
-    Broadcast._prepare = struck
+    Broadcast._put_payload = struck
     trainer(context, "g", relays, 7, 8)
 
 

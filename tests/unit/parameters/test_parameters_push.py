@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from staleflow.parameters import broadcast, delta, landing
+from staleflow.parameters import delta, landing
 from staleflow.parameters.direct import Direct, DirectSource
 from staleflow.parameters.file import File, FileSource
 from staleflow.parameters.landing import CorruptPieceError
@@ -418,9 +418,3 @@ def test_decisions() -> None:
         decide(rows(relay_row(4), push, trainer_row(6, 4, False), relay_row(4)), chain, names)
     with pytest.raises(ValueError, match="needs a trainer and a relay"):
         Chain.of(2, [0, 1])
-
-
-def test_pushes_keep_only_a_few_messages_in_flight() -> None:
-    """Memory: the bytes of a whole model never lie in messages at once."""
-    assert broadcast.IN_FLIGHT <= 2
-    assert landing.HEADERS_AHEAD <= 4
