@@ -31,13 +31,13 @@ from staleflow.jobs.stop import STOPPED, StopWatch
 from staleflow.roles import messages as m
 from staleflow.roles.accounts import Accounts
 from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, canonical, plan_step
+from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.stopping import OrderedStop
 from staleflow.trajectories.schema import group_and_member
 
 CHECKPOINT_SHARE = 0.6  # of the grace time: what a checkpoint may take; the rest is for leaving
-FAILURE_SETTLES_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CoordinatorRole:
         self._training: StepPlan | None = None
         self._step_done: dict[int, m.StepDone] = {}
         self._final_evaluation = False
-        self._failure: tuple[str, float] | None = None  # what, since when
+        self._cause = Cause()
         self._last_cycle_s = self._progress_s = time.monotonic()
         self._step_began_s = self._progress_s
         self._watched = watch
@@ -151,10 +151,9 @@ class CoordinatorRole:
             case m.Lost(rank=rank, reason=reason):
                 self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
             case m.Failed(rank=rank, error=error):
-                # It may have failed because another has died: give the news of that a moment to arrive.
-                self._failure = self._failure or (f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
+                self._cause.failed(f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
             case m.StopRequested(rank=rank, signal=number):
-                self.stop(number, f"signal {number} at rank {rank} ({self._role_of(rank)})")
+                self._cause.signalled(number, f"signal {number} at rank {rank} ({self._role_of(rank)})", now_s)
 
     def _role_of(self, rank: int) -> str:
         return self._plan.ranks[rank].role
@@ -431,13 +430,10 @@ class CoordinatorRole:
     def fail(self, reason: str) -> None:
         self._end(Outcome("failed", 1, reason))
 
-    def stop(self, signal_number: int, reason: str) -> None:
+    def _obey(self, signal_number: int, reason: str) -> None:
         """SIGUSR1 asks for a stop that the run goes on from (85). SIGTERM and SIGINT end it, with a checkpoint where
-        those are on and as far as the grace time allows. A failure that is known already is the reason instead.
+        those are on and as far as the grace time allows.
         """
-        if self._failure is not None:
-            self.fail(self._failure[0])
-            return
         if signal_number == signal.SIGUSR1:
             self._ask_to_stop(reason, STOPPED)
         elif self._c.checkpoint.every_steps:
@@ -469,8 +465,11 @@ class CoordinatorRole:
 
     def _watch(self, now_s: float) -> None:
         """Nothing is waited for without a limit; the error names who was waited for."""
-        if self._failure is not None and now_s - self._failure[1] > FAILURE_SETTLES_S:
-            self.fail(self._failure[0])
+        match self._cause.settled(now_s):
+            case Signalled(number=number, reason=reason):
+                self._obey(number, reason)
+            case str(reason):
+                self.fail(reason)
         limit_s = self._c.fault.start_timeout_s if self._waiting_ready else self._c.fault.no_progress_s
         if now_s - self._progress_s < limit_s:
             return

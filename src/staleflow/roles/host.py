@@ -174,9 +174,9 @@ class Host:
         now_s = time.monotonic()
         if now_s - self._last_liveness_s >= LIVENESS_EVERY_S:
             self._last_liveness_s = now_s
-            self.look_now()
+            self._look_now()
 
-    def look_now(self) -> None:
+    def _look_now(self) -> None:
         """Find out which device ranks have died, and say so."""
         for link in self.links:
             if not link.gone and not self._alive(link.plan.rank):

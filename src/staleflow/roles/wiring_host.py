@@ -211,11 +211,12 @@ def _loop(
         node.turn(_drained(inbox))
         now_s = time.monotonic()
         elsewhere = links.receive() if links is not None else []
+        if job.signal:
+            node.outbox.append(m.StopRequested(0, job.signal))
+            job.signal = 0
         role.turn([*((0, message) for message in _drained(node.outbox)), *elsewhere], now_s)
         if links is not None and links.failure is not None:
             role.fail(links.failure)
-        if job.signal:
-            _stop_by_signal(job, node, role)
         if (failure := books.commit()) is not None:
             role.fail(failure)
             books.commit()
@@ -226,16 +227,6 @@ def _loop(
             node.host.wait()
     node.turn(_drained(inbox))
     _see_off(job, node)
-
-
-def _stop_by_signal(job: Job, node: _Node, role: CoordinatorRole) -> None:
-    """A launcher signals everybody when one rank has died or failed: then that is the reason, not the signal."""
-    time.sleep(0.2)
-    node.turn(())
-    node.host.look_now()
-    role.turn([(0, message) for message in _drained(node.outbox)], time.monotonic())
-    number, job.signal = job.signal, 0
-    role.stop(number, f"signal {number}")
 
 
 def _see_off(job: Job, node: _Node) -> None:
