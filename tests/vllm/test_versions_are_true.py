@@ -19,7 +19,7 @@ AGREEMENT = 1e-3  # float32 on both sides
 
 @pytest.fixture(scope="module")
 def job(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Five steps at eta = 2 on two engines, with a learning rate at which versions differ visibly."""
+    """Five steps at eta = 2 on two engines that have work all the time and take every version as soon as it is there."""
     return finished(
         task,
         tmp_path_factory.mktemp("run"),
@@ -28,6 +28,8 @@ def job(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Job:
         run__steps=5,
         staleness__batch_groups=8,
         staleness__group_size=8,
+        rollout__max_running=8,
+        coordination__synchronization="greedy",
         reward__kind="python",
         reward__options={"function": "tests.vllm.even:reward"},
         observe__audit_weights=True,

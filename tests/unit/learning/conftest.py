@@ -8,7 +8,7 @@ import torch.distributed as dist
 from staleflow.trajectories.schema import Finish, Trajectory
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
