@@ -21,6 +21,7 @@ from staleflow.jobs import rings, runtime
 from staleflow.jobs.plan import JobPlan
 from staleflow.jobs.runtime import Job
 from staleflow.jobs.stop import STOP_FILE, StopWatch
+from staleflow.learning.sampling import warnings_of
 from staleflow.observe.live import open_view
 from staleflow.observe.metrics import MetricsWriter
 from staleflow.parameters.manifest import Manifest
@@ -161,7 +162,7 @@ def _coordinate(job: Job, node: _Node, resume: Resume, console: TextIO) -> int:
         open_view(_live_mode(job), console),
         MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard, from_step=resume.version),
     )
-    for note in resume.notes:
+    for note in (*resume.notes, *(f"warning: {line}" for line in warnings_of(job.config))):
         observer.note(note)
     links = HostLinks(job) if len(job.plan.nodes) > 1 else None
 
