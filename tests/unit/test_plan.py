@@ -29,11 +29,17 @@ groups
   instance-0   ranks 2  (their own world)
   instance-1   ranks 3  (their own world)
   publish      ranks 1 0
-relays  ranks 0 land each version in their node's store"""
+relays  ranks 0 land each version in their node's store
+memory, estimated from the model's shape
+  model   0.49 billion parameters
+  trainer device  27.18 GiB: state 7.36 GiB, snapshot 1.84 GiB, gathered 1.18 GiB, activations 9.84 GiB, logits 6.96 GiB
+  rollout device  weights 1.84 GiB, cache 24.0 KiB a token (0.00 GiB for the longest trajectory)
+  host    parameter store 3.68 GiB on nodes with rollout
+warning: rollout.top_k = 7: tokens come from a truncated distribution, log-probabilities do not; set 0"""
 
 
 def test_demo_plan_in_words() -> None:
-    demo = config.load(DEMO)
+    demo = config.load(DEMO, ["model.path=Qwen2.5-0.5B", "rollout.top_k=7"])
     job = plan(demo, spread(demo, 1))
     s = demo.staleness
     expected = GOLDEN.format(groups=s.batch_groups, size=s.group_size, mib=job.shm_bytes(0) >> 20)

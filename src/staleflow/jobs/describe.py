@@ -1,9 +1,10 @@
-"""A plan in words: nodes, ranks, roles, devices, groups, memory."""
+"""A plan in words: nodes, ranks, roles, devices, groups, memory, and what would bias the gradient. Without torch."""
 
 from __future__ import annotations
 
 from staleflow.config import Config
 from staleflow.jobs.plan import JobPlan, RankPlan
+from staleflow.learning import memory, sampling
 
 SHOWN_NODES = 8  # a plan of a thousand nodes is shown by its first few
 
@@ -16,8 +17,8 @@ def describe(config: Config, plan: JobPlan) -> str:
         f"policy {config.coordination.policy}, eta {s.eta}, {s.batch_groups} groups x {s.group_size} a step",
     ]
     for n, node in enumerate(plan.nodes[:SHOWN_NODES]):
-        memory = f"shared memory {_mib(plan.shm_bytes(n))} for rings and arena, and two versions of the model"
-        lines.append(f"{node.name}  {memory}")
+        shared = f"shared memory {_mib(plan.shm_bytes(n))} for rings and arena, and two versions of the model"
+        lines.append(f"{node.name}  {shared}")
         lines += [f"  rank {r.rank:<4} {_role(r)}" for r in plan.ranks if r.node == n]
     if len(plan.nodes) > SHOWN_NODES:
         lines.append(f"… and {len(plan.nodes) - SHOWN_NODES} more nodes alike (--json has all)")
@@ -26,6 +27,9 @@ def describe(config: Config, plan: JobPlan) -> str:
         own = "  (their own world)" if group.default else ""
         lines.append(f"  {group.name:<12} ranks {_ranges(group.ranks)}{own}")
     lines.append(f"relays  ranks {_ranges(plan.relays)} land each version in their node's store")
+    lines.append("memory, estimated from the model's shape")
+    lines += [f"  {line}" for line in memory.describe(config)]
+    lines += [f"warning: {line}" for line in sampling.warnings_of(config)]
     return "\n".join(lines)
 
 

@@ -155,7 +155,7 @@ def describe(config: Any) -> list[str]:
     """Lines for a plan, from a resolved config; says so when the model's shape is unknown."""
     shape = model_shape(config.model.path)
     if shape is None:
-        return [f"memory  unknown: {config.model.path} has no config.json and its name is not known"]
+        return [f"unknown: {config.model.path} has no config.json and its name is not known"]
     m = config.model
     need = trainer_memory(
         shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from staleflow.learning.settings import AlgorithmSettings
 
@@ -23,6 +24,19 @@ def bias_warnings(
     from another one, renormalised over what is left, which no weight on those log-probabilities corrects exactly.
     """
     return list(_sampling(top_p, top_k, stop)) + list(_corrections(algorithm, eta, engine_dtype, trainer_dtype))
+
+
+def warnings_of(config: Any) -> list[str]:
+    """`bias_warnings` of a resolved config, whose engine computes in `model.dtype` as its trainer does."""
+    return bias_warnings(
+        config.algorithm,
+        eta=config.staleness.eta,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        stop=config.rollout.stop,
+        engine_dtype=config.model.dtype,
+        trainer_dtype=config.model.dtype,
+    )
 
 
 def _sampling(top_p: float, top_k: int, stop: tuple[str, ...]) -> Iterator[str]:

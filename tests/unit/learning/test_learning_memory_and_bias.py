@@ -1,5 +1,8 @@
 """What can be told about a run before it starts: memory, and what makes its gradient biased."""
 
+import subprocess
+import sys
+
 import pytest
 
 from staleflow.learning import memory
@@ -69,3 +72,16 @@ def test_what_biases_is_named_with_its_remedy(algorithm, options, said):
 def test_the_demo_and_synchronous_training_are_unbiased():
     assert bias_warnings(AlgorithmSettings(), eta=2) == []
     assert bias_warnings(AlgorithmSettings(proximal="recompute"), eta=0) == []
+
+
+def test_a_plan_tells_both_without_torch():
+    program = (
+        "import sys; from staleflow.cli import main;"
+        "main(['plan', 'configs/reference/starter_2gpu.toml', 'rollout.top_p=0.9', 'algorithm.age_correction=none']);"
+        "sys.exit({'torch', 'transformers', 'vllm'} & set(sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("warning:")]
+    assert len(told) == 2 and "top_p" in told[0] and "age_correction" in told[1]
+    assert "0.49 billion parameters" in done.stdout
