@@ -52,8 +52,8 @@ def balance(lengths: npt.ArrayLike, n_ranks: int, max_tokens_per_microbatch: int
     """
     tokens = np.ascontiguousarray(lengths, dtype=np.int64).reshape(-1)
     _require_sound(tokens, n_ranks, max_tokens_per_microbatch)
-    ranks = _groups(np.arange(tokens.size), tokens, n_ranks)
-    count = max([min_count, *(-(-int(tokens[rank].sum()) // max_tokens_per_microbatch) for rank in ranks)])
+    ranks, sums = _groups(np.arange(tokens.size), tokens, n_ranks)
+    count = max(min_count, -(-int(sums.max()) // max_tokens_per_microbatch))
     while (plan := _microbatches(ranks, tokens, count, max_tokens_per_microbatch)) is None:
         count += max(1, count // 64)
     return plan
@@ -63,11 +63,11 @@ def _microbatches(ranks: list[IntArray], tokens: IntArray, count: int, limit: in
     """Each rank's sequences in `count` micro-batches, or None when one of them is fuller than `limit`."""
     plan, sums = [], []
     for rank in ranks:
-        parts = _groups(rank, tokens, count)
-        sums.append([int(tokens[part].sum()) for part in parts])
-        if sums[-1][0] > limit:
+        parts, part_tokens = _groups(rank, tokens, count)
+        if part_tokens[0] > limit:
             return None
         plan.append(tuple(parts))
+        sums.append(part_tokens)
     return Plan(tuple(plan), np.array(sums, dtype=np.int64))
 
 
@@ -83,11 +83,13 @@ def _require_sound(tokens: IntArray, n_ranks: int, limit: int) -> None:
         )
 
 
-def _groups(items: IntArray, tokens: IntArray, n_groups: int) -> list[IntArray]:
-    """`items` in `n_groups` groups of nearly equal tokens, the fullest first."""
+def _groups(items: IntArray, tokens: IntArray, n_groups: int) -> tuple[list[IntArray], IntArray]:
+    """`items` in `n_groups` groups of nearly equal tokens, the fullest first, and the tokens of each."""
     weights = np.ascontiguousarray(tokens[items])
     group_of = np.frombuffer(partition(weights, n_groups, n_groups <= _MAX_DIFFERENCING_GROUPS), np.int32)
-    fullest_first = np.argsort(-np.bincount(group_of, weights, n_groups), kind="stable")
-    by_group = np.argsort(group_of, kind="stable")
-    parts = np.split(items[by_group], np.cumsum(np.bincount(group_of, minlength=n_groups))[:-1])
-    return [parts[group] for group in fullest_first]
+    sums = np.bincount(group_of, weights, n_groups).astype(np.int64)  # float64 in between: exact up to 2^53 tokens
+    fullest_first = np.argsort(-sums, kind="stable")
+    by_group = items[np.argsort(group_of, kind="stable")]
+    ends = np.cumsum(np.bincount(group_of, minlength=n_groups)).tolist()
+    begins = [0, *ends]
+    return [by_group[begins[group] : ends[group]] for group in fullest_first.tolist()], sums[fullest_first]
