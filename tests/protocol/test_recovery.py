@@ -105,7 +105,7 @@ def lost_job(path: Path, seed: int) -> tuple[Observer, dict, int, set[tuple[int,
     unrewarded = {key for key in observer.living if rng.random() < 0.3}  # generated and spooled, but not occupied yet
     everything |= unrewarded
     durable = everything if rng.random() < 0.5 else {key for key in everything if rng.random() < 0.8}
-    recovered = recover(read(path, RUN), mark.state, lambda group_id, member: (group_id, member) in durable)
+    recovered = recover(read(path, RUN), mark.state, lambda group_id, member, _: (group_id, member) in durable)
     return observer, mark.state, checkpoint_time, durable, recovered, rng
 
 
@@ -116,7 +116,7 @@ def test_what_was_generated_but_not_yet_rewarded_is_not_generated_again(tmp_path
     journal.protocol.reserve(0, 1, 0)
     journal.commit()
     journal.close()
-    recovered = recover(read(tmp_path / "journal", RUN), mark.state, lambda group_id, member: member == 0)
+    recovered = recover(read(tmp_path / "journal", RUN), mark.state, lambda _, member, __: member == 0)
     assert recovered.protocol.members(0) == {0: (0, False)}
 
 

@@ -279,8 +279,8 @@ def _kept(
             tid = trajectory_id(group_id, member)
             nothing = Kept(prompt_of[group_id], group_id % nodes, version, 0, 0, (), int(Finish.PARTIAL), False)
             found = spooled.kept.get(tid, nothing)
-            # A finished one from weights that are gone, whose place was reserved anew, is not this trajectory.
-            of_use = (found.generated or found.tokens > 0) and found.v_traj <= spooled.version
+            # What is from weights that are gone, or older than reserved, is of another trajectory in the same place.
+            of_use = (found.generated or found.tokens > 0) and version <= found.v_traj <= spooled.version
             kept[tid] = found if of_use else replace(nothing, node=found.node)
     return kept
 
@@ -373,10 +373,14 @@ class _Spooled:
         for name in sorted(paths):
             self._read(name, paths[name], nodes)
 
-    def durable(self, group_id: int, member: int) -> bool:
-        """Whether a finished payload is at hand."""
+    def durable(self, group_id: int, member: int, version: int) -> bool:
+        """Whether a finished payload of the member that was reserved at `version` is at hand.
+
+        An instance may have pulled more than it was told, and begun newer than was reserved; never older: that is left
+        from a member that was given up before this one was begun in its place.
+        """
         one = self.kept.get(trajectory_id(group_id, member))
-        return one is not None and one.generated
+        return one is not None and one.generated and version <= one.v_traj
 
     def record(self, tid: int) -> bytes:
         """The record of a trajectory, read from disk again; partial ones without what versions after c0 have added."""

@@ -25,6 +25,7 @@ from staleflow.protocol.records import CONSUME, RELEASE, WHOLE_GROUP, Contents, 
 
 Members = dict[int, tuple[int, bool]]
 Trajectory = tuple[int, int]
+Durable = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Recovered:
     aborted: list[Trajectory]
 
 
-def recover(contents: Contents, checkpoint: dict[str, Any], durable: Callable[[int, int], bool]) -> Recovered:
+def recover(contents: Contents, checkpoint: dict[str, Any], durable: Durable) -> Recovered:
     """Reconcile a journal with the checkpoint that the run resumes from.
 
     Args:
         contents: of the journal, see `journal.read`.
         checkpoint: the protocol state in the checkpoint (for a run without one: the journal's base).
-        durable: whether the finished payload of the trajectory (group, member) can be read, from the spool or from the
-            checkpoint; also asked of those that may be generated but were not rewarded. It must be the payload of this
-            reservation: of a member that was released and begun anew, an older payload does not count.
+        durable: whether the finished payload of the trajectory (group, member, reserved V_traj) can be read, from the
+            spool or from the checkpoint; also asked of those that may be generated but were not rewarded. It must be
+            the payload of this reservation: of a member that was released and begun anew, an older one does not count.
 
     Raises:
         JournalError: journal and checkpoint are not of one run, or the journal does not fit its base.
@@ -62,7 +63,7 @@ def recover(contents: Contents, checkpoint: dict[str, Any], durable: Callable[[i
     return reconcile(checkpoint, operations_after(contents, checkpoint), durable)
 
 
-def reconcile(checkpoint: dict[str, Any], later: Iterable[Operation], durable: Callable[[int, int], bool]) -> Recovered:
+def reconcile(checkpoint: dict[str, Any], later: Iterable[Operation], durable: Durable) -> Recovered:
     """See `recover`; `later` are the operations journaled after the checkpoint."""
     start = StalenessProtocol.load(checkpoint)
     held = {(i, member) for i in start.outstanding() for member in start.members(i)}
@@ -110,7 +111,7 @@ def _keep(
     members: Members,
     held: set[Trajectory],
     released: set[Trajectory],
-    durable: Callable[[int, int], bool],
+    durable: Durable,
 ) -> Members:
     """The members of a group that survive, with their state."""
     complete = sum(done for _, done in members.values()) == start.group_size
@@ -118,7 +119,7 @@ def _keep(
     for member, (version, done) in members.items():
         if version > start.version or (complete and not done):
             continue  # from weights that are gone, or a spare that its group no longer needs
-        if (done or (group_id, member) not in released) and durable(group_id, member):
+        if (done or (group_id, member) not in released) and durable(group_id, member, version):
             kept[member] = (version, done)
         elif (group_id, member) in held and not start.members(group_id)[member][1]:
             kept[member] = (version, False)

@@ -183,6 +183,25 @@ def test_finished_work_after_the_checkpoint_is_kept_and_newer_weights_work_is_no
     assert {tid >> 16 for tid in payloads(run_dir)} == {old, mixed, waiting}
 
 
+def test_a_member_begun_anew_before_the_checkpoint_is_not_matched_with_its_old_payload(tmp_path: Path) -> None:
+    run = Run.begin(config_for(tmp_path, "staleness.eta=2"))
+    run.whole(0), run.whole(0)
+    again = run.start(0)
+    run.finish(again, 0, [(0, 7)], reward=None)  # durable; then given up, and begun anew by newer weights
+    run.train()
+    run.journal.protocol.release(again, "aborted", member=0)
+    assert run.journal.protocol.reserve(again, 0, 1)
+    ahead = run.start(0)
+    run.finish(ahead, 0, [(1, 4)], reward=None)  # begun newer than reserved: its instance was ahead of what it was told
+    run.checkpoint()
+    run.lose()
+    resume = recovered(run.config)
+    assert resume.members[again] == {0: (1, False), 1: (0, False)}
+    begun_anew = resume.kept[trajectory_id(again, 0)]
+    assert (begun_anew.generated, begun_anew.tokens, begun_anew.v_traj) == (False, 0, 1)
+    assert resume.kept[trajectory_id(ahead, 0)].generated
+
+
 def test_nothing_to_resume_begins_anew(tmp_path: Path) -> None:
     resume = recovered(config_for(tmp_path))
     assert (resume.version, resume.trainer, resume.members) == (0, None, {})
