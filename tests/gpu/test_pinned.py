@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from staleflow.trajectories import ops  # noqa: E402
+from staleflow.trajectories import microbatch, ops  # noqa: E402
 from staleflow.trajectories.arena import Arena  # noqa: E402
 from staleflow.trajectories.pinning import DeviceReader, cuda_runtime, pin  # noqa: E402
 from staleflow.trajectories.ring import Ring, segment_name  # noqa: E402
+from staleflow.trajectories.schema import Trajectory, encode  # noqa: E402
+from staleflow.trajectories.unpacking import unpack_to  # noqa: E402
 
 RECORD_BYTES = 64 << 20
 RUN_ID = 7
@@ -41,6 +44,21 @@ def test_records_arrive_and_are_released_when_copied(pinned_ring: Ring) -> None:
     reader.drain()
     assert pinned_ring.used == 0
     assert [bytes(copy.cpu().numpy()) for copy in copies] == sent
+
+
+def test_a_microbatch_is_unpacked_on_the_device_as_on_the_cpu(pinned_ring: Ring) -> None:
+    tokens, logprobs = np.arange(1000, dtype=np.int32), np.linspace(-1, 0, 700, dtype=np.float32)
+    records = [bytes(encode(Trajectory(0, n, 3, 300, tokens + n, logprobs, ((3, 500), (4, 200))))) for n in range(5)]
+    for _ in range(2):
+        view = pinned_ring.reserve(microbatch.encoded_bytes([len(one) for one in records]), 1)
+        microbatch.encode_into(view, records, [0.5] * 5)
+        pinned_ring.commit()
+    first, second = pinned_ring.peek(2)
+    on_device = unpack_to(torch.device("cuda"), pinned_ring)(first)
+    assert pinned_ring.unreleased == 1, "the copy is done, the record is given back"
+    here = unpack_to(torch.device("cpu"), pinned_ring)(second)
+    pinned_ring.release(second.sequence)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(on_device, here, strict=True))
 
 
 def seconds(copy: Callable[[], object], repeats: int = 10) -> float:

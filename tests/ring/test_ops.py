@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 from staleflow.trajectories import ops  # noqa: E402
 from staleflow.trajectories.arena import Arena  # noqa: E402
-from staleflow.trajectories.pack import Packed, pack, pack_records, unpack  # noqa: E402
+from staleflow.trajectories.pack import pack, pack_records, unpack  # noqa: E402
+from staleflow.trajectories.packed import PackedBatch  # noqa: E402
 from staleflow.trajectories.ring import Ring  # noqa: E402
 from staleflow.trajectories.schema import Trajectory, encode  # noqa: E402
 
@@ -42,7 +43,7 @@ def laid_out(trajectories: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor
     return torch.from_numpy(buffer), torch.tensor(offsets, dtype=torch.int64)
 
 
-def reference(trajectories: list[Trajectory], advantages: list[float]) -> Packed:
+def reference(trajectories: list[Trajectory], advantages: list[float]) -> PackedBatch:
     """Slow and obvious."""
 
     def per_token(of_prompt: float, of_response: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -56,7 +57,7 @@ def reference(trajectories: list[Trajectory], advantages: list[float]) -> Packed
     lengths = [len(one.tokens) for one in trajectories]
     tokens = [torch.from_numpy(one.tokens).long() for one in trajectories]
     versions = [torch.tensor([v for v, n in one.segments for _ in range(n)]) for one in trajectories]
-    return Packed(
+    return PackedBatch(
         input_ids=torch.cat([torch.empty(0, dtype=torch.long), *tokens]),
         positions=torch.cat([torch.empty(0, dtype=torch.long), *map(torch.arange, lengths)]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
@@ -71,8 +72,8 @@ def reference(trajectories: list[Trajectory], advantages: list[float]) -> Packed
     )
 
 
-def assert_same(got: Packed, expected: Packed) -> None:
-    for name, a, b in zip(Packed._fields, got, expected, strict=True):
+def assert_same(got: PackedBatch, expected: PackedBatch) -> None:
+    for name, a, b in zip(PackedBatch._fields, got, expected, strict=True):
         assert a.dtype == b.dtype, name
         assert torch.equal(a, b), name
 

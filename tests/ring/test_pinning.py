@@ -1,14 +1,19 @@
-"""Pinning and device copies, with a CUDA runtime and events that the tests steer."""
+"""Pinning, device copies and unpacking, with a CUDA runtime and events that the tests steer."""
 
 from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from staleflow.learning.batch import pack as pack_in_numpy  # noqa: E402
+from staleflow.trajectories import microbatch  # noqa: E402
 from staleflow.trajectories.pinning import DeviceReader, cuda_runtime, pin  # noqa: E402
+from staleflow.trajectories.schema import Trajectory, encode  # noqa: E402
+from staleflow.trajectories.unpacking import DeviceUnpack, unpack_to  # noqa: E402
 
 
 class FakeRuntime:
@@ -101,3 +106,36 @@ def test_a_record_is_released_when_its_copy_is_done_and_not_before(make_ring) ->
     reader.drain()
     assert ring.used == 0
     assert [copy.tolist() for copy in copies] == [[n] * 100 for n in range(3)], "copies, not views"
+
+
+def some(count: int) -> list[Trajectory]:
+    rng = np.random.default_rng(count)
+    made = []
+    for member in range(count):
+        prompt, response = (int(n) for n in rng.integers(1, 30, 2))
+        tokens = rng.integers(0, 1000, prompt + response, dtype=np.int32)
+        logprobs = rng.standard_normal(response).astype(np.float32)
+        made.append(Trajectory(0, member, 2, prompt, tokens, logprobs, ((2, response),)))
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_microbatch_comes_out_of_the_ring_as_it_was_sent(make_ring, count: int, on_device: bool) -> None:
+    """The device's way with the CPU as device: the same batch, and the record released before it is trained on."""
+    ring, trajectories = make_ring(1 << 16), some(count)
+    records, advantages = [bytes(encode(one)) for one in trajectories], [float(n) - 0.5 for n in range(count)]
+    view = ring.reserve(microbatch.encoded_bytes([len(one) for one in records]), 1)
+    microbatch.encode_into(view, records, advantages)
+    ring.commit()
+    cpu = torch.device("cpu")
+    unpack = DeviceUnpack(DeviceReader(ring, cpu, FakeEvent), None) if on_device else unpack_to(cpu, ring)
+    (record,) = ring.peek(2)
+    batch = unpack(record)
+    assert ring.unreleased == (0 if on_device else 1)
+    ring.release(record.sequence)
+    ring.data[:] = bytes(len(ring.data))
+    expected = pack_in_numpy(trajectories, advantages)
+    for name, got, wanted in zip(batch._fields, batch, expected, strict=True):
+        assert got.dtype == wanted.dtype, name
+        assert torch.equal(got, wanted), name

@@ -1,54 +1,16 @@
-"""Packed micro-batches: whole sequences one after the other, no padding."""
+"""Packed micro-batches from trajectories, and what the loss divides by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from staleflow.trajectories.packed import NO_VERSION, PackedBatch
 from staleflow.trajectories.schema import Trajectory
-
-NO_VERSION = -1  # on prompt tokens: nobody's policy made them
-
-
-@dataclass(frozen=True, eq=False)
-class PackedBatch:
-    """T tokens of S sequences. Everything per token belongs to the token at that place (not to the next one).
-
-    `input_ids`, `positions` int64 [T]; `cu_seqlens` int32 [S+1]; `logprobs` float32 [T] the engine's, 0 on prompts;
-    `versions` int32 [T], -1 on prompts; `loss_mask` float32 [T], 1 on response tokens; `advantages` float32 [T].
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    loss_mask: Tensor
-    advantages: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.numel()
-
-    @property
-    def sequences(self) -> int:
-        return self.cu_seqlens.numel() - 1
-
-    def sequence_ids(self) -> Tensor:
-        """int64 [T]: which sequence each token belongs to."""
-        lengths = self.cu_seqlens.diff().long()
-        return torch.repeat_interleave(torch.arange(self.sequences, device=lengths.device), lengths)
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
-
-    def clone(self) -> PackedBatch:
-        """A copy that outlives the ring it was read from."""
-        return PackedBatch(*(getattr(self, f.name).clone() for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +47,7 @@ def pack(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> Pac
     if len(trajectories) != len(advantages):
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories: one each is needed")
     if not trajectories:
-        return _nothing()
+        return PackedBatch.nothing()
     lengths = np.array([len(t.tokens) for t in trajectories])
     prompts = [t.prompt_tokens for t in trajectories]
     behind_prompt = [np.zeros(n, np.float32) for n in prompts]
@@ -112,16 +74,3 @@ def _token_versions(t: Trajectory) -> np.ndarray:
 
 def _token_advantages(t: Trajectory, advantage: float) -> np.ndarray:
     return np.where(np.arange(len(t.tokens)) >= t.prompt_tokens, np.float32(advantage), np.float32(0))
-
-
-def _nothing() -> PackedBatch:
-    zero = torch.zeros(1)
-    return PackedBatch(
-        input_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        logprobs=zero,
-        versions=torch.full((1,), NO_VERSION, dtype=torch.int32),
-        loss_mask=zero,
-        advantages=zero,
-    )

@@ -42,8 +42,8 @@ from staleflow.roles.messages import (
     decode_step_header,
 )
 from staleflow.roles.ranklink import RankLink, SignalReporter
-from staleflow.trajectories.microbatch import decode
 from staleflow.trajectories.schema import Trajectory
+from staleflow.trajectories.unpacking import Unpack
 
 IDLE_WAIT_S = 0.2
 
@@ -59,7 +59,7 @@ class TrainerSettings:
 
 
 class Trainer:
-    """`unpack(bytes, offsets, advantages) -> PackedBatch` on the trainer's device, copied out of the ring."""
+    """`unpack(record)`: a micro-batch on the trainer's device, copied out of the ring."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Trainer:
         link: RankLink,
         policy: PolicyTrainer,
         publisher: Publisher,
-        unpack: Callable[[Any, Any, Any], PackedBatch],
+        unpack: Unpack,
         signal: Callable[[], int] = lambda: 0,
         spans: Spans | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class Trainer:
             record = self._awaited(f"micro-batch {index} of step {header.step}")
             if record.kind != Kind.MICROBATCH:
                 raise RuntimeError(f"trainer rank {self._s.rank}: kind {record.kind} within step {header.step}")
-            yield self._unpack(*decode(record.payload))
+            yield self._unpack(record)
 
     def _awaited(self, what: str) -> Any:
         deadline_s = time.monotonic() + self._s.record_timeout_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,14 +19,13 @@ from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
 from staleflow.jobs import rings
 from staleflow.jobs.preflight import model_facts
 from staleflow.jobs.runtime import Job
-from staleflow.learning.batch import PackedBatch
-from staleflow.learning.batch import pack as pack_nothing
 from staleflow.observe.spans import Spans
 from staleflow.roles.beginning import wait_for_start
 from staleflow.roles.messages import Failed
 from staleflow.roles.ranklink import RankLink
 from staleflow.roles.rollout import Rollout, RolloutSettings
-from staleflow.trajectories.pack import pack
+from staleflow.trajectories.pinning import cuda_runtime, pin
+from staleflow.trajectories.unpacking import unpack_to
 
 RETIRE_FLUSH_S = 2.0
 
@@ -41,11 +39,13 @@ def play_trainer(job: Job) -> int:
 
     started_s = time.monotonic()
     config = job.config
-    link = RankLink(*rings.attach_rings(job))
+    down, up = rings.attach_rings(job)
+    link = RankLink(down, up)
     group = job.group("publish", job.plan.trainers + job.plan.relays)
     job.enter_role_world(job.plan.trainers, job.me.device or 0)
     with _told_to_host(job, link):
         device = device_of(job)
+        pinning = pin(down.data, f"down ring of trainer rank {job.rank}", cuda_runtime())
         policy = PolicyTrainer(
             config.model,
             config.optimizer,
@@ -78,10 +78,11 @@ def play_trainer(job: Job) -> int:
         job.watch_signals()
         spans = spans_of(job)
         try:
-            Trainer(settings, link, policy, publisher, unpack_to(device), job_signal(job), spans).run(started_s)
+            Trainer(settings, link, policy, publisher, unpack_to(device, down), job_signal(job), spans).run(started_s)
         finally:
             spans.close()
             publisher.close()
+        pinning.unpin()
     _retire(link)
     return 0  # told to leave: the exit code of the job is rank 0's
 
@@ -99,6 +100,7 @@ def play_rollout(job: Job) -> int:
         from staleflow.parameters.pull import Puller
 
         engine = build_engine(job)
+        store.register_cuda()  # now that the engine has chosen its device
         puller = Puller(store, engine, agree=_agree(cut, "MIN"))
         settings = RolloutSettings(
             rank=job.rank,
@@ -163,21 +165,6 @@ def device_of(job: Job) -> torch.device:
     device = torch.device("cuda", (job.me.device or 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def unpack_to(device: torch.device) -> Callable[[Any, Any, Any], PackedBatch]:
-    """From the bytes of a micro-batch in the ring to a packed batch on the device; the ring may be released then."""
-
-    def unpack(data: Any, offsets: Any, advantages: Any) -> PackedBatch:
-        if not len(offsets):
-            return pack_nothing([], []).to(device)
-        # read-only memory of the ring: `pack` only reads it
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            buffer, at, values = (torch.from_numpy(part) for part in (data, offsets, advantages))
-        return PackedBatch(*pack(buffer.to(device), at.to(device), values.to(device)))
-
-    return unpack
 
 
 def build_engine(job: Job) -> Engine:
