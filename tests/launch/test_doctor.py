@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from staleflow.config import load
 from staleflow.jobs import checks, doctor
 from staleflow.jobs.checks import Finding
+from staleflow.trajectories.ring import SEGMENT_PREFIX, segment_name
 
 
 def only(findings):
@@ -30,7 +32,46 @@ def test_files_that_nobody_holds_are_leftovers_and_others_are_not(tmp_path):
     with open(tmp_path / "held", "wb"):
         finding = only(checks.check_leftovers(tmp_path))
     assert not finding.ok
-    assert finding.remedy == f"rm {tmp_path}/dead"
+    assert finding.remedy.endswith(f"rm {tmp_path}/dead")
+
+
+HOLD = """
+import sys
+from staleflow.trajectories.ring import Ring
+ring = Ring.create(sys.argv[1], 4096, run_id=1)
+print("created", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_reap_removes_what_is_dead_and_ours_and_nothing_else(capsys):
+    """One ring of a killed process, one of a living one, one of another user's prefix, one that is no segment."""
+    shm = Path("/dev/shm")
+    names = {kind: segment_name(f"doctor-test-{kind}", os.getpid(), "ring") for kind in ("dead", "alive", "foreign")}
+    other = f"{SEGMENT_PREFIX}-{os.getuid() + 1}-{os.getpid()}-ring"
+    holders = {}
+    for name in (names["dead"], names["alive"], other):
+        holders[name] = subprocess.Popen(
+            [sys.executable, "-c", HOLD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert holders[name].stdout.readline() == "created\n"
+    (shm / names["foreign"]).write_bytes(b"something else")
+    for name in (names["dead"], other):
+        holders[name].kill()
+        holders[name].wait()
+    try:
+        doctor.main(["--reap"])
+        told = capsys.readouterr().out
+        assert f"{names['dead']} (ring)" in told
+        assert not (shm / names["dead"]).exists()
+        for spared in (names["alive"], names["foreign"], other):
+            assert (shm / spared).exists(), spared
+            assert f"{spared} (" not in told
+    finally:
+        holders[names["alive"]].kill()
+        holders[names["alive"]].wait()
+        for name in (*names.values(), other):
+            (shm / name).unlink(missing_ok=True)
 
 
 def test_gpus_per_task_is_reported_with_its_cost(monkeypatch, tmp_path):
@@ -53,7 +94,7 @@ def test_the_numa_node_of_a_device(tmp_path):
 
 def test_the_ring_check_passes_and_leaves_nothing():
     assert only(checks.check_ring()).ok
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"sf-doctor-{os.getpid()}")]  # noqa: PTH208
+    assert not [name for name in os.listdir("/dev/shm") if f"doctor-{os.getpid():x}" in name]  # noqa: PTH208
 
 
 def test_a_failure_is_one_line_with_the_remedy():

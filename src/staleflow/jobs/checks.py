@@ -88,8 +88,18 @@ def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
         False,
         "leftovers",
         f"{len(dead)} files of dead processes, {_mib(size)}",
-        f"rm {names}{' …' if dead[8:] else ''}",
+        f"staleflow doctor --reap (what dead jobs left), or rm {names}{' …' if dead[8:] else ''}",
     )
+
+
+def reap_leftovers() -> Iterator[Finding]:
+    """Removes this user's segments whose processes are all dead; everything else stays."""
+    from staleflow.trajectories.reap import reap
+
+    removed = reap()
+    names = ", ".join(f"{leftover.path.name} ({leftover.kind})" for leftover in removed)
+    size = _mib(sum(leftover.nbytes for leftover in removed))
+    yield Finding(True, "reaped", f"{size} of dead jobs: {names}" if removed else "nothing: no dead job left anything")
 
 
 def _is_mine(path: Path) -> bool:
@@ -177,11 +187,11 @@ def listening(pid: int | None = None) -> list[str]:
 def check_ring() -> Iterator[Finding]:
     """A record through a ring of 1 MiB in shared memory."""
     try:
-        from staleflow.trajectories.ring import Ring
+        from staleflow.trajectories.ring import Ring, segment_name
     except ImportError as error:
         yield Finding(False, "ring", f"not built ({error})", "pip install -e . (a C++ compiler is needed)")
         return
-    ring = Ring.create(f"sf-doctor-{os.getpid()}", 1 << 20, run_id=os.getpid())
+    ring = Ring.create(segment_name("doctor", os.getpid(), "ring"), 1 << 20, run_id=os.getpid())
     try:
         ring.push(1, b"are you well?")
         answer = [bytes(record.payload) for record in ring.peek(2)]

@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code of this rank."""
     parser = argparse.ArgumentParser(prog="staleflow doctor", description="Check machine, cluster and leftovers.")
     parser.add_argument("config", nargs="?", help="also check what this config needs")
+    parser.add_argument("--reap", action="store_true", help="first remove shared memory that dead jobs of yours left")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -49,17 +50,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"staleflow: {error}", file=sys.stderr)
         return REFUSED
     if info.launcher == "none":
-        return _report(list(_local(config, info)))
-    return _together(config, info)
+        return _report(list(_local(config, info, arguments.reap)))
+    return _together(config, info, arguments.reap)
 
 
-def _local(config: Config | None, info: LaunchInfo) -> Iterator[Finding]:
+def _local(config: Config | None, info: LaunchInfo, reap: bool) -> Iterator[Finding]:
     """What one rank finds out by itself. Per node once (local rank 0), but for the versions."""
     if config is not None and info.rank == 0:
         yield from checks.check_config(config)
     yield from checks.check_versions()
     if info.local_rank != 0:
         return
+    if reap:
+        yield from checks.reap_leftovers()
     yield from checks.check_shared_memory(config, info.n_nodes or 1)
     yield from checks.check_leftovers()
     yield from checks.check_limits()
@@ -79,7 +82,7 @@ def _report(findings: Sequence[Finding]) -> int:
 # ---- under a launcher ------------------------------------------------------------------------------------------------
 
 
-def _together(config: Config | None, info: LaunchInfo) -> int:
+def _together(config: Config | None, info: LaunchInfo, reap: bool) -> int:
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = info.rendezvous or bootstrap_mpi(info)
@@ -89,7 +92,7 @@ def _together(config: Config | None, info: LaunchInfo) -> int:
     tcp_store = TCPStore(host, port, info.world_size, serves, timeout, wait_for_workers=False, master_listen_fd=fd)
     store = PrefixStore("doctor", tcp_store)
     run_dir = config.run_dir if config is not None else Path.cwd()
-    mine = [*_local(config, info), *_canary(store, info, run_dir)]
+    mine = [*_local(config, info, reap), *_canary(store, info, run_dir)]
     facts = {"node": socket.gethostname(), "versions": checks.versions(), "clock": _clock(store, info)}
     links = _links(store, info)
     report = facts | {"findings": [asdict(f) for f in mine], "links": links, "listening": checks.listening()}

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 DIRECTORY = Path("/dev/shm")
-_OWNER = struct.Struct("<8sqd")  # magic, process id, its start time (seconds since the epoch)
+_OWNER = struct.Struct("<8sqdQ")  # magic, process id, its start time (seconds since the epoch), namespace of the id
 _MAGIC = b"SFPARAM1"
 OWNER_BYTES = 64  # the head of every segment, kept for the owner's mark
 FREE_MARGIN_BYTES = 16 << 20  # left to everybody else
@@ -35,7 +35,7 @@ def create(name: str, nbytes: int) -> int:
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
-        os.pwrite(fd, _OWNER.pack(_MAGIC, os.getpid(), psutil.Process().create_time()), 0)
+        os.pwrite(fd, _OWNER.pack(_MAGIC, os.getpid(), psutil.Process().create_time(), _pid_namespace()), 0)
     except BaseException:
         os.unlink(path)  # noqa: PTH108 - the path may be one of /proc
         os.close(fd)
@@ -59,8 +59,13 @@ def unlink(name: str) -> None:
 
 
 def owner_alive(fd: int) -> bool:
-    """Whether the process that created the segment still runs (a reused process id does not count)."""
-    _, pid, started = _OWNER.unpack(os.pread(fd, _OWNER.size, 0))
+    """Whether the process that created the segment still runs (a reused process id does not count).
+
+    True too when that cannot be told: its id means nothing here if it lives in another container.
+    """
+    _, pid, started, namespace = _OWNER.unpack(os.pread(fd, _OWNER.size, 0))
+    if namespace != _pid_namespace():
+        return True
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return bool(abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
@@ -97,6 +102,10 @@ def _require_space(path: Path, nbytes: int) -> None:
             f"{free >> 20} MiB are free: enlarge it (mount -o remount,size=, docker run --shm-size) or free some",
             str(path.parent),
         )
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _path(name: str) -> Path:
