@@ -94,6 +94,7 @@ class Checkpointing:
         self._save: _Save | None = None
         self.seen_version = start_version  # of the last checkpoint that was taken, or asked for in vain
         self.saved: Path | None = None  # the last durable one of this attempt
+        self._means: dict[int, float] = {}  # version -> mean reward on held-out prompts, until it is compared
 
     @property
     def busy(self) -> bool:
@@ -182,3 +183,20 @@ class Checkpointing:
     def waited_for(self) -> str:
         """What the checkpoint waits for, in words; empty when there is none."""
         return ", ".join(sorted(self._save.waiting)) or "the disk" if self._save is not None else ""
+        self._choose_best()
+
+    def evaluated(self, version: int, mean: float) -> None:
+        """The weights of `version` have been evaluated; before or after their checkpoint, if there is one at all."""
+        self._means[version] = mean
+        self._choose_best()
+
+    def _choose_best(self) -> None:
+        """Not while a checkpoint is being finished: old ones may be on their way out then."""
+        if self._save is not None and self._save.finisher is not None:
+            return
+        for place in layout.complete(self._c.run_dir):
+            mean = self._means.pop(layout.version_of(place), None)
+            before = layout.best(self._c.run_dir)
+            if mean is not None and (before is None or mean > before[1]):
+                layout.mark_best(self._c.run_dir, place, mean)
+                self._note(f"{place.name} is the best checkpoint so far: {mean:.3f} on held-out prompts")

@@ -163,8 +163,8 @@ class CoordinatorRole:
         self._progress_s = now_s
         if not self._waiting_ready:
             self.accounts.began_s = self._step_began_s = now_s
-            if self.evaluations is not None and self._start_version == 0 and not self._observer.accuracies:
-                self._evaluate(0)
+            if self._owes_evaluation():
+                self._evaluate(self._start_version)
 
     def _snapshot(self, s: m.Snapshot, now_s: float) -> None:
         if s.instance not in self._joined:
@@ -369,7 +369,10 @@ class CoordinatorRole:
         done = self.evaluations.scored(tid, reward)
         self._forget([tid])
         if done is not None:
-            self._observer.evaluated(done, done.result(self.evaluations.samples))
+            result = done.result(self.evaluations.samples)
+            self._observer.evaluated(done, result)
+            if result["prompts"]:
+                self._checkpointing.evaluated(done.version, result["mean"])
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -385,6 +388,14 @@ class CoordinatorRole:
             "prompts": self._prompts.state_dict(),
             "run": {"accounts": self.accounts.dump(time.monotonic()), "evaluations": self._observer.accuracies},
         }
+
+    def _owes_evaluation(self) -> bool:
+        """Before the first step; later only where the attempt before this one was lost in the middle of it."""
+        if self._c.evaluation is None or self._start_version >= self._last_step:
+            return False
+        every, version = self._c.evaluation.every_steps, self._start_version
+        due = version == 0 or (every > 0 and version % every == 0)
+        return due and all(done["version"] != version for done in self._observer.accuracies)
 
     def resume(self, resume: Resume, prompt: Callable[[int], Prompt]) -> None:
         """Before the first turn: take over what an earlier attempt has left. `core` has been loaded already."""

@@ -10,6 +10,23 @@ from staleflow.coordination.types import EVAL_GROUP_BASE
 from staleflow.data.prompts import Prompt
 from staleflow.trajectories.schema import group_and_member, trajectory_id
 
+PASSES = 0.5  # a reward above it counts as solved
+
+
+def pass_at(k: int, samples: int, solved: int) -> float:
+    """Probability that k of the `samples` drawn without return hold one of the `solved`: the unbiased estimate of
+    pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def _powers(samples: int) -> list[int]:
+    """1, 2, 4, … and `samples` itself."""
+    return sorted({1 << i for i in range(samples.bit_length())} | {samples})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
 
 @dataclass
 class Round:
@@ -22,20 +39,28 @@ class Round:
     versions: set[int] = field(default_factory=set)
 
     def result(self, samples: int) -> dict[str, float]:
-        """`mean` = mean@k, `pass` = pass@k over prompts, `stderr` of the mean, counts."""
+        """`mean` (mean@`samples`) with its `stderr` over prompts, `pass@k` for k = 1, 2, 4, … `samples`, counts.
+
+        `sample_0`, `sample_1`, … are the means of each member alone: as many independent evaluations, whose spread is
+        the noise of one. `newest_version` is above `version` where an instance was ahead.
+        """
         by_group: dict[int, list[float]] = {}
         for tid, reward in self.rewards.items():
             if reward is not None:
-                by_group.setdefault(group_and_member(tid)[0], []).append(reward)
-        means = [sum(values) / len(values) for values in by_group.values()]
-        n = max(1, len(means))
-        mean = sum(means) / n
-        variance = sum((value - mean) ** 2 for value in means) / max(1, n - 1)
+                group_id, member = group_and_member(tid)
+                by_group.setdefault(group_id, []).append(reward)
+                by_member.setdefault(member, []).append(reward)
+        means = [_mean(values) for values in by_group.values()]
+        mean = _mean(means)
+        variance = sum((value - mean) ** 2 for value in means) / max(1, len(means) - 1)
+        passes = [(len(values), sum(value > PASSES for value in values)) for values in by_group.values()]
         return {
             "version": float(self.version),
             "mean": mean,
-            f"pass@{samples}": sum(max(values) > 0.5 for values in by_group.values()) / n,
-            "stderr": math.sqrt(variance / n),
+            "newest_version": float(max(self.versions, default=self.version)),
+            "stderr": math.sqrt(variance / max(1, len(means))),
+            **{f"pass@{k}": _mean([pass_at(k, n, c) for n, c in passes if n >= k]) for k in _powers(samples)},
+            **{f"sample_{member}": _mean(values) for member, values in sorted(by_member.items())},
             "prompts": float(len(means)),
             "failed": float(sum(r is None for r in self.rewards.values())),
         }
