@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     parsed = _parser().parse_args(arguments)
     try:
-        config, place = _find(parsed.run, parsed.step)
+        config, place = _find(parsed.run, parsed.step, parsed.best)
         _require_empty(parsed.out)
         dtype = export(config, place, parsed.out, parsed.dtype)
     except (CheckpointError, ConfigError) as error:
@@ -37,17 +37,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="staleflow export", description="Write a checkpoint as a Hugging Face model.")
     parser.add_argument("run", type=Path, help="the run's directory, runs/NAME")
     parser.add_argument("out", type=Path, help="the folder to write; must not hold a model yet")
-    parser.add_argument("--step", type=int, help="training steps done; default: the newest checkpoint")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="training steps done; default: the newest checkpoint")
+    which.add_argument("--best", action="store_true", help="the checkpoint that did best on held-out prompts")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the model the run began with")
     return parser
 
 
-def _find(run_dir: Path, step: int | None) -> tuple[Config, Path]:
+def _find(run_dir: Path, step: int | None, best: bool) -> tuple[Config, Path]:
     """The resolved config of the run, and the checkpoint that is meant."""
     if not (run_dir / "config.toml").exists():
         raise CheckpointError(f"{run_dir}: no run directory (it has no config.toml); give runs/NAME")
     config = load(run_dir / "config.toml")
-    if step is None:
+    if best:
+        found = layout.best(run_dir)
+        if found is None:
+            raise CheckpointError(
+                f"{run_dir}: no best checkpoint: none has been evaluated; let checkpoint.every_steps and "
+                "evaluation.every_steps meet at common steps, or leave --best out"
+            )
+        place: Path | None = found[0]
+    elif step is None:
         place = layout.latest(run_dir)
     else:
         named = [p for p in layout.complete(run_dir) if layout.version_of(p) == step]

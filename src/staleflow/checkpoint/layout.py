@@ -3,6 +3,7 @@
     runs/NAME/journal                    operations of the protocol since the last checkpoint
     runs/NAME/spool/*.spool              finished payloads (trajectories.spool)
     runs/NAME/checkpoints/latest         the name of the checkpoint to resume from, one line
+    runs/NAME/checkpoints/best           the name of the one that did best on held-out prompts, and how well
     runs/NAME/checkpoints/step_000012/   after 12 training steps:
         trainer/                         weights and optimizer (torch.distributed.checkpoint)
         spool/                           payloads of everything outstanding, finished and partial
@@ -30,6 +31,7 @@ STATE = "state.json"
 TRAINER = "trainer"
 SPOOL = "spool"
 LATEST = "latest"
+BEST = "best"
 _COMPLETE = re.compile(r"step_(\d{6,})(?:-(\d+))?")  # -N: taken again at the same version
 
 
@@ -132,9 +134,25 @@ def read_state(place: Path) -> dict[str, Any]:
     return dict(json.loads((place / STATE).read_text()))
 
 
+def mark_best(run_dir: Path, place: Path, mean: float) -> None:
+    """`place` did best so far, with this mean reward on held-out prompts: it stays until another does better."""
+    replace_text(checkpoints_dir(run_dir) / BEST, f"{place.name} {mean!r}\n")
+
+
+def best(run_dir: Path) -> tuple[Path, float] | None:
+    """The best complete checkpoint and its mean reward; None when none was evaluated, or it is no more."""
+    pointer = checkpoints_dir(run_dir) / BEST
+    if not pointer.exists():
+        return None
+    name, mean = pointer.read_text().split()
+    place = checkpoints_dir(run_dir) / name
+    return (place, float(mean)) if (place / MARKER).is_file() else None
+
+
 def retain(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep`; returns what went."""
-    gone = complete(run_dir)[:-keep]
+    """Remove all complete checkpoints but the newest `keep` and the best; returns what went."""
+    kept = best(run_dir)
+    gone = [place for place in complete(run_dir)[:-keep] if kept is None or place != kept[0]]
     for place in gone:
         (place / MARKER).unlink()  # first, so that a kill in the middle leaves nothing that looks complete
         shutil.rmtree(place)

@@ -49,6 +49,20 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert layout.latest(tmp_path) == places[3]
 
 
+def test_the_best_stays_until_another_does_better(tmp_path: Path) -> None:
+    assert layout.best(tmp_path) is None
+    best = take(tmp_path, 2)
+    layout.mark_best(tmp_path, best, 0.25)
+    later = [take(tmp_path, version) for version in (4, 6)]
+    assert layout.retain(tmp_path, keep=1) == later[:1]
+    assert layout.complete(tmp_path) == [best, later[1]]
+    assert layout.best(tmp_path) == (best, 0.25)
+    layout.mark_best(tmp_path, later[1], 0.5)
+    assert layout.retain(tmp_path, keep=1) == [best]
+    (later[1] / layout.MARKER).unlink()
+    assert layout.best(tmp_path) is None
+
+
 @pytest.mark.parametrize("harm", ["missing", "short", "marker", "folder"])
 def test_a_damaged_one_is_an_error_that_names_the_others(tmp_path: Path, harm: str) -> None:
     good, bad = take(tmp_path, 2), take(tmp_path, 4)

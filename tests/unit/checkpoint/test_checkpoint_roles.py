@@ -89,6 +89,28 @@ def test_a_slow_one_makes_the_next_one_wait_for_its_turn_but_not_the_last(tmp_pa
     assert desk.saves() == [2, 9]
 
 
+def test_the_best_on_held_out_prompts_is_kept_whenever_its_evaluation_ends(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, "checkpoint.keep=1")
+    desk.checkpointing.evaluated(2, 0.5)  # before the checkpoint of these weights …
+    for version in (2, 4):
+        desk.checkpointing.at_boundary(version, 0.0)
+        desk.done(version)
+    desk.checkpointing.at_boundary(6, 0.0)
+    desk.checkpointing.evaluated(4, 0.75)  # … after it, while another one is being written
+    desk.checkpointing.evaluated(3, 1.0)  # of no checkpoint
+    desk.done(6)
+    desk.checkpointing.evaluated(6, 0.25)
+    run_dir = desk.config.run_dir
+    best = layout.best(run_dir)
+    assert best is not None and best[0].name == "step_000004"
+    assert [layout.version_of(place) for place in layout.complete(run_dir)] == [4, 6]
+    desk.checkpointing.at_boundary(8, 0.0)
+    desk.done(8)
+    desk.checkpointing.evaluated(8, 0.875)
+    assert layout.best(run_dir) == (desk.checkpointing.saved, 0.875)
+    assert desk.notes[-1] == "step_000008 is the best checkpoint so far: 0.875 on held-out prompts"
+
+
 def test_it_counts_only_when_everybody_has_written(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.checkpointing.at_boundary(2, 0.0)
