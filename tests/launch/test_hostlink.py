@@ -106,8 +106,8 @@ def until(receive):
 
 def test_hosts_and_coordinator_talk(links):
     root, other = links
-    other.send(m.Returned(5, 17, 1))
-    assert until(root.receive) == [(1, m.Returned(5, 17, 1))]
+    other.send(m.Returned(5, 17, 1, 0))
+    assert until(root.receive) == [(1, m.Returned(5, 17, 1, 0))]
     root.send(1, m.Forward([5], 0))
     assert until(other.receive) == [m.Forward([5], 0)]
     assert root.failure is None
@@ -116,7 +116,7 @@ def test_hosts_and_coordinator_talk(links):
 
 def test_what_is_said_while_others_are_still_missing_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    said = m.Returned(1, 2, 1)
+    said = m.Returned(1, 2, 1, 0)
     beats = threading.Event()
 
     class Eager(CoordinatorLink):

@@ -53,7 +53,7 @@ class Coordinator:
         self._desk = Desk(self._board, protocol, settings, cost_model, may_begin=self._policy.may_begin)
         self._works, self._groups = self._board.works, self._desk.groups
         self._released: list[Released] = []
-        self._aborting: dict[int, tuple[str, int]] = {}  # tid -> reason, tokens known: may still finish on its way out
+        self._aborting: dict[int, tuple[str, int]] = {}  # tid -> reason, tokens known: may still come on its way out
         self._discarded: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._last_group = -1
@@ -130,7 +130,10 @@ class Coordinator:
         that the trajectory is being interrupted again.
         """
         work = self._works.get(tid)
-        if work is None or work.phase is not Phase.LEAVING or command not in (None, work.interrupted_by):
+        if work is None:
+            self._ended_too_late(tid, tokens)
+            return
+        if work.phase is not Phase.LEAVING or command not in (None, work.interrupted_by):
             return
         self._board.lift(work)
         work.tokens = tokens
@@ -141,7 +144,7 @@ class Coordinator:
         """Generation ended and the payload is durable."""
         work = self._works.get(tid)
         if work is None:
-            self._finished_too_late(tid, tokens)
+            self._ended_too_late(tid, tokens)
             return
         if work.phase is Phase.GENERATED:
             return
@@ -156,8 +159,8 @@ class Coordinator:
         else:
             self._desk.unfinished -= 1
 
-    def _finished_too_late(self, tid: int, tokens: int) -> None:
-        """It was given up, and ended before its Abort arrived: its payload is durable and must be freed again."""
+    def _ended_too_late(self, tid: int, tokens: int) -> None:
+        """It was given up, and finished or was called back before its Abort arrived: its payload is to be freed."""
         if tid in self._aborting:
             reason, known = self._aborting.pop(tid)
             self._discard(tid, reason, max(0, tokens - known))
@@ -361,6 +364,10 @@ class Coordinator:
     def counters(self) -> Any:
         """The ledger's own counts, per group and per trajectory."""
         return self._ledger.counters()
+
+    def dump_ledger(self) -> Any:
+        """The ledger's state, JSON-able."""
+        return self._ledger.dump()
 
     def holds(self, group_id: int) -> bool:
         """Whether a group is still on offer, on its way or finished, but neither consumed nor released."""

@@ -30,6 +30,7 @@ from staleflow.jobs.plan import JobPlan
 from staleflow.jobs.stop import STOPPED, StopWatch
 from staleflow.roles import messages as m
 from staleflow.roles.accounts import Accounts
+from staleflow.roles.auditing import Audit
 from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, canonical, plan_step
 from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
@@ -86,6 +87,7 @@ class CoordinatorRole:
         self._step_done: dict[int, m.StepDone] = {}
         self._final_evaluation = False
         self._cause = Cause()
+        self._audit = Audit(core, config.run_dir)
         self._last_cycle_s = self._progress_s = time.monotonic()
         self._step_began_s = self._progress_s
         self._watched = watch
@@ -107,6 +109,7 @@ class CoordinatorRole:
             self._offer()
             self._command(self.core.cycle(now_s))
             self._forget_released()
+            self._fail_if(self._audit.after_cycle())
         if self._training is None and not self._waiting_ready and not self._stop.asked:
             self._checkpointing.at_boundary(self.core.version, now_s)
             self._train(now_s)
@@ -118,7 +121,10 @@ class CoordinatorRole:
     # ---- facts -------------------------------------------------------------------------------------------------------
 
     def _on(self, node: int, message: m.ToCoordinator, now_s: float) -> None:
+        self._audit.told(node, message)
         match message:
+            case m.Account():
+                self._fail_if(self._audit.account(message))
             case m.Snapshot():
                 self._snapshot(message, now_s)
             case m.Finished():
@@ -127,10 +133,10 @@ class CoordinatorRole:
                 self._rewarded(tid, reward)
             case m.RewardFailed(tid=tid, why=why):
                 self._reward_failed(tid, why)
-            case m.Returned(tid=tid, tokens=tokens):
+            case m.Returned(tid=tid, tokens=tokens, v_traj=v_traj):
                 self._holder[tid] = node
                 self._stop.left(tid)
-                self.core.returned(tid, tokens)
+                self.core.returned(tid, tokens, v_traj)
             case m.Stored(version=version, seconds=seconds):
                 self._on_stored(node, version, seconds)
             case m.StepDone():
@@ -228,6 +234,7 @@ class CoordinatorRole:
             self.core.offer(group_id, len(prompt.token_ids), self._c.rollout.max_tokens)
 
     def _command(self, commands: Sequence[Any]) -> None:
+        self._audit.commanded(commands)
         by_node: dict[int, list[Any]] = {}
         prompts: dict[int, dict[int, m.PromptMessage]] = {}
         for command in commands:
@@ -257,6 +264,7 @@ class CoordinatorRole:
 
     def _forget_released(self) -> None:
         released = self.core.drain_released()
+        self._audit.released(released)
         for item in released:
             self.accounts.discarded[item.reason] += item.tokens
         self._forget([item.tid for item in released])
@@ -268,6 +276,7 @@ class CoordinatorRole:
         nodes = {node for tid in tids for node in self._known_on.get(group_and_member(tid)[0], ())}
         nodes |= {node for tid in tids for node in self._copies.pop(tid, ())}
         nodes |= {generated.node for tid in tids if (generated := self._generated.get(tid))}
+        nodes |= {self._holder[tid] for tid in tids if tid in self._holder}
         over = [g for g in sorted({group_and_member(tid)[0] for tid in tids}) if not self._lives(g)]
         for node in nodes:
             self._send(node, m.Forget(list(tids), over))
@@ -314,6 +323,7 @@ class CoordinatorRole:
             node = self._plan.ranks[rank].node
             by_node.setdefault(node, []).append((rank, [list(part) for part in microbatches]))
             self._collect(node, [tid for part in microbatches for tid in part])
+        self._audit.sent_step({n: [t for _, parts in ranks for p in parts for t in p] for n, ranks in by_node.items()})
         for node, ranks in by_node.items():
             mine = {tid: plan.advantages[tid] for _, parts in ranks for part in parts for tid in part}
             self._send(node, m.TrainStep(header, ranks, mine))
@@ -403,6 +413,7 @@ class CoordinatorRole:
         if "accounts" in resume.run:
             self.accounts.load(resume.run["accounts"])
         self._prompt_of = {group_id: prompt(index) for group_id, index in resume.prompt_of.items()}
+        self._audit.restored(resume.kept)
         for tid, one in resume.kept.items():
             group_id, member = group_and_member(tid)
             self._known_on.setdefault(group_id, set()).add(one.node)
@@ -440,6 +451,10 @@ class CoordinatorRole:
 
     def fail(self, reason: str) -> None:
         self._end(Outcome("failed", 1, reason))
+
+    def _fail_if(self, why: str | None) -> None:
+        if why is not None:
+            self.fail(why)
 
     def _obey(self, signal_number: int, reason: str) -> None:
         """SIGUSR1 asks for a stop that the run goes on from (85). SIGTERM and SIGINT end it, with a checkpoint where

@@ -81,6 +81,7 @@ class Host:
         self._from_relay: SimpleQueue[m.Stored | m.Failed] = SimpleQueue()
         self._last_liveness_s = 0.0
         self.stopping: m.Stop | None = None
+        self.steps = self.trained = 0  # train steps carried out, records handed over in them
 
     # ---- the turn ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,8 @@ class Host:
                 case Kind.RETURNED:
                     self._server.put(record.id0, record.payload)
                     returned = decode(record.payload, copy=False)
-                    self._emit(m.Returned(record.id0, returned.response_tokens, self._s.node))
+                    v_traj = returned.v_traj if returned.segments else -1
+                    self._emit(m.Returned(record.id0, returned.response_tokens, self._s.node, v_traj))
                     del returned
                 case Kind.COPY:
                     self._spooling.copied(record.id0, record.payload)
@@ -254,10 +256,12 @@ class Host:
 
     def _train(self, message: m.TrainStep) -> None:
         header = m.encode(message.header)
+        self.steps += 1
         for rank, microbatches in message.ranks:
             link = self._by_rank[rank]
             link.send(Kind.STEP, header)
             for tids in microbatches:
+                self.trained += len(tids)
                 records = [self._record(tid) for tid in tids]
                 if self._audit is not None:
                     for record in records:

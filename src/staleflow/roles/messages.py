@@ -168,9 +168,12 @@ class Finished(Wire):
 
 
 class Returned(Wire):
+    """Interrupted, and back on `node`. `v_traj` is the version that began it, -1 while it has no tokens."""
+
     tid: int
     tokens: int
     node: int
+    v_traj: int
 
 
 class Rewarded(Wire):
@@ -189,6 +192,19 @@ class Stored(Wire):
     node: int
     version: int
     seconds: float
+
+
+class Account(Wire):
+    """A host's own count since its start: what it has told as finished, rewarded and failed, evaluation included, and
+    how many records it has handed to its trainers in how many steps.
+    """
+
+    node: int
+    finished: int
+    rewarded: int
+    failed: int
+    steps: int
+    trained: int
 
 
 class NodeSaved(Wire):
@@ -284,7 +300,7 @@ class Stop(Wire):
 
 
 ToHost = Commands | TrainStep | Forward | Payload | Forget | Reload | Save | Settle | Stop
-ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | NodeSaved | Lost | Payload
+ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | Account | NodeSaved | Lost | Payload
 
 encode = msgspec.msgpack.Encoder().encode
 decode_report = msgspec.msgpack.Decoder(Report).decode

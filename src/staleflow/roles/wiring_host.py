@@ -29,6 +29,7 @@ from staleflow.parameters.relay import Relay
 from staleflow.parameters.store import NodeStore
 from staleflow.rewards.pool import RewardPool
 from staleflow.roles import messages as m
+from staleflow.roles.auditing import ShardAccount
 from staleflow.roles.beginning import Start, core_state, restore_prompts, tell_start, wait_for_start
 from staleflow.roles.checkpointing import Books
 from staleflow.roles.coordinator import CoordinatorRole
@@ -77,6 +78,7 @@ class _Node:
 
     def __init__(self, job: Job, manifest: Manifest) -> None:
         self.outbox: deque[m.ToCoordinator] = deque()
+        self._account = ShardAccount(job.me.node, self.outbox.append)
         tokenizer = load_tokenizer(job.config.model.path)
         self._rewards = RewardPool(job.config.reward)
         made = rings.create_rings(job)
@@ -87,7 +89,7 @@ class _Node:
         self._store = NodeStore.create(rings.store_name(job), manifest) if job.rank in job.plan.relays else None
         server = TrajectoryServer(self._arena)
         self._spooling = Spooling(
-            layout.spool_dir(job.run_dir), job.attempt, job.me.node, job.rank, server, self.outbox.append,
+            layout.spool_dir(job.run_dir), job.attempt, job.me.node, job.rank, server, self._account.emit,
             durable=durable(job.config),
         )  # fmt: skip
         self._spooling.restore()
@@ -98,7 +100,7 @@ class _Node:
             self._rewards,
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             job.alive,
-            self.outbox.append,
+            self._account.emit,
             self._spooling,
             _audit(job),
         )
@@ -124,6 +126,7 @@ class _Node:
     def turn(self, inbox: Sequence[m.ToHost]) -> None:
         """The host's turn. While the device ranks are starting: look whether all have mapped what is shared."""
         self.host.turn(inbox)
+        self._account.tell(self.host.steps, self.host.trained)
         if self._unmapped.waiting and not self._unmapped.look():
             self._unlink()
 
