@@ -121,6 +121,8 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         self._runner.reload_weights(weights_iterator=weights)
+        if self._engine.vllm_config.device_config.device_type == "cpu":
+            _pack_experts(self._runner.get_model())
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
@@ -140,6 +142,14 @@ class VllmEngine:
     def close(self) -> None:
         """Takes down vLLM's groups and the default process group too; it must not be destroyed a second time."""
         self._engine.engine_core.shutdown()
+
+
+def _pack_experts(model: Any) -> None:
+    """Experts on the CPU: the kernel reads them packed, and vLLM packs them at the first load only, not at a reload."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _engine_args(s: VllmSettings) -> dict[str, Any]:

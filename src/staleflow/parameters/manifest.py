@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The layout of every version of one model: same names, shapes and offsets in each. Names as in the checkpoint."""
+    """The layout of every version of one model: same names, shapes and offsets in each. Names as in the checkpoint, experts stacked."""
 
     entries: tuple[Entry, ...]
 
@@ -87,13 +88,38 @@ class Manifest:
     def from_model_dir(cls, path: str | Path, dtype: str) -> Manifest:
         """Read names and shapes from the safetensors headers of a Hugging Face model folder; no tensor is loaded.
 
-        `dtype` is what travels and is stored, whatever the files hold. Raises FileNotFoundError without such files.
+        `dtype` is what travels and is stored, whatever the files hold. Experts are stacked, as trainers hold them and
+        engines load them too (`stacked`). Raises FileNotFoundError without such files.
         """
         files = sorted(Path(path).glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{path} holds no *.safetensors file: save the model with save_pretrained first")
         shapes = [item for file in files for item in _safetensors_shapes(file)]
-        return cls.from_shapes(shapes, dtype)
+        return cls.from_shapes(stacked(shapes), dtype)
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+
+
+def stacked(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
+    """Names and shapes with the experts of a layer in two tensors, as transformers' modules have them.
+
+    Checkpoint files name each expert's matrices, `….experts.7.gate_proj.weight` [I, H]; a trainer holds
+    `….experts.gate_up_proj` [E, 2I, H] and `….experts.down_proj` [E, H, I], sharded along the experts.
+    """
+    found: list[tuple[str, Sequence[int]]] = []
+    stacks: dict[str, list[int]] = {}
+    for name, shape in shapes:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            found.append((name, shape))
+        elif match[2] != "up":  # it comes with its gate
+            name = f"{match[1]}.{'gate_up' if match[2] == 'gate' else 'down'}_proj"
+            if name not in stacks:
+                stacks[name] = [0, shape[0] * (2 if match[2] == "gate" else 1), *shape[1:]]
+                found.append((name, stacks[name]))
+            stacks[name][0] += 1
+    return found
 
 
 def _safetensors_shapes(file: Path) -> Iterator[tuple[str, Sequence[int]]]:

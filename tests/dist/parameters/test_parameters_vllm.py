@@ -6,7 +6,6 @@ the version is labelled truly, all of it arrived, and no cache block of an older
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parameters_engines import enter_role, start_engine
 from parameters_world import Context, World
 
 from staleflow.parameters.manifest import Manifest
@@ -119,7 +119,7 @@ def rollout(context: Context, model: str, instance: int) -> None:
     context.await_signal("store")
     store = NodeStore.attach(f"{context.token}-store")
     group = context.group(f"tp {instance}", ranks)
-    engine = start_engine(context, model, instance)
+    engine = start_engine(context, model, f"instance {instance}", ranks)
     puller = Puller(store, engine, partial(minimum, group))
     trajectories = Trajectories(engine)
     versions, seconds = [], []
@@ -142,33 +142,6 @@ def rollout(context: Context, model: str, instance: int) -> None:
     )  # fmt: skip
     engine.close()
     context.signal(f"done {context.rank}")
-
-
-def start_engine(context: Context, model: str, instance: int):
-    from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
-
-    os.environ.update(environment(cpu=True))
-    ranks = INSTANCES[instance]
-    enter_role(context, f"instance {instance}", ranks)
-    place = ranks.index(context.rank)
-    return VllmEngine(
-        VllmSettings(
-            model=Path(model), dtype="float32", seed=0, max_model_len=512, max_running=8, tensor_parallel=len(ranks),
-            instance_name=f"{context.token}-{instance}", instance_rank=place, device=place,
-            gpu_memory_utilization=0.5, enforce_eager=True, kv_cache_tokens=None, top_p=1.0, top_k=0, stop=(),
-        )
-    )  # fmt: skip
-
-
-def enter_role(context: Context, name: str, ranks: list[int]) -> None:
-    """The default process group of a rank is its own role, which is what FSDP2 and vLLM take for their world."""
-    place = ranks.index(context.rank)
-    os.environ.update(
-        RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(len(ranks)),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=context.token.rsplit("-", 1)[1],
-    )  # fmt: skip
-    store = dist.PrefixStore(name, context.store)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=len(ranks))
 
 
 def minimum(group: dist.ProcessGroup, n: int) -> int:

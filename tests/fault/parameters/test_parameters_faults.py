@@ -11,6 +11,7 @@ import pytest
 from parameters_world import MANIFEST, Context, DictEngine, World, weights
 
 from staleflow.parameters import landing
+from staleflow.parameters.layout import Rows, pieces_of, shard_of
 from staleflow.parameters.publish import Publisher, PublishError
 from staleflow.parameters.pull import Puller
 from staleflow.parameters.relay import Relay
@@ -19,7 +20,13 @@ from staleflow.parameters.store import NodeStore
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 6.0
 NOTICED_S = 12.0  # the time limit of a message, and some for a machine that is busy
-BUCKET = 4096  # about 14 pieces
+BUCKET = 1024
+ROWS = [Rows(index, 0, entry.rows) for index, entry in enumerate(MANIFEST.entries)]
+PIECES = len(pieces_of(shard_of(MANIFEST, ROWS), BUCKET))
+STALL_AT = 2  # the piece after which a relay stands still
+# A receive that is posted completes without its process, by Gloo's thread, and Gloo sends nothing that is not posted.
+# So a stalled relay still takes the pieces that it has posted, and no more: whoever sends to it cannot get through.
+assert PIECES > STALL_AT + landing.AHEAD + 1
 
 
 def trainer(context: Context, group: str, relays: list[int], first: int, last: int) -> None:
@@ -61,15 +68,15 @@ def run_relay(context: Context, store: NodeStore, group: str, trainer_rank: int,
 
 
 def stall(context: Context, version: int) -> None:
-    """Make this process stand still after the third piece of `version` (counted from 0)."""
+    """Make this process stand still in the middle of `version` (counted from 0)."""
     landed = landing.Landing._finish
     count = 0
 
     def finish(self, arrival) -> None:
         nonlocal count
         landed(self, arrival)
-        count += arrival.place == 2
-        if arrival.place == 2 and count == version + 1:
+        count += arrival.place == STALL_AT
+        if arrival.place == STALL_AT and count == version + 1:
             context.signal("stalled")
             time.sleep(1000)
 
@@ -121,7 +128,11 @@ def test_a_reader_killed_in_the_middle_of_a_pull_disturbs_nobody() -> None:
 
 @pytest.mark.parametrize("killed", [1, 2])
 def test_a_relay_killed_in_the_middle_of_a_push_is_named_by_all(killed: int) -> None:
-    """Relays 1 and 2 in a chain, each with a reader on its node; the node of the dead one serves the old version."""
+    """Relays 1 and 2 in a chain, each with a reader on its node: both nodes serve the old version on, whole.
+
+    Neither relay can have the new one: relay 2 gets every piece from relay 1, and relay 1 has a version only when it
+    has passed all of it on.
+    """
     ranks = [
         partial(trainer, group="g", relays=[1, 2], first=0, last=2),
         partial(relay, group="g", trainer_rank=0, relays=[1, 2], stall_at=1 if killed == 1 else -1),
@@ -141,7 +152,7 @@ def test_a_relay_killed_in_the_middle_of_a_push_is_named_by_all(killed: int) -> 
         told = {}
         while survivor not in told or (0 not in told or isinstance(told[0], int)):
             told.update(world.told(1))
-            if told.get(0) == 1:  # all was sent before the relay stalled: the next push tells
+            if told.get(0) == 1:  # relay 1, which lives, has taken all: the next push tells
                 world.signal("go 1")
         assert time.monotonic() - killed_at < NOTICED_S
         assert f"relay {killed}" in told[0] and f"relay {killed}" in told[survivor][0]
@@ -159,7 +170,7 @@ def trainer_that_stops_in_the_middle(context: Context, relays: list[int], how: i
     def struck(self, place: int, payload) -> int:
         nonlocal count
         count += 1
-        if count > 13:  # ten pieces a version
+        if count > PIECES + 3:
             context.signal("stalled")
             os.kill(os.getpid(), how)
         return put(self, place, payload)

@@ -74,6 +74,19 @@ def test_a_folder_without_weights_is_named(tmp_path) -> None:
         Manifest.from_model_dir(tmp_path, "bfloat16")
 
 
+def test_experts_are_stacked_as_the_trainer_holds_them(tmp_path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_experts=3, head_dim=8,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    manifest = Manifest.from_model_dir(tmp_path, "bfloat16")
+    assert {e.name: e.shape for e in manifest.entries} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
 def test_one_trainer_sends_the_whole_image_as_one_range() -> None:
     manifest = Manifest.from_shapes([("a", (3, 5)), ("b", ()), ("c", (700, 1000))], "bfloat16")
     shard = shard_of(manifest, cut(manifest, 1)[0])
