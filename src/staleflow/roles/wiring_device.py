@@ -162,7 +162,7 @@ def device_of(job: Job) -> torch.device:
     """The planned device, never LOCAL_RANK's."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", (job.me.device or 0) % torch.cuda.device_count())
+    device = torch.device("cuda", _index_of(job))
     torch.cuda.set_device(device)
     return device
 
@@ -183,8 +183,14 @@ def build_engine(job: Job) -> Engine:
             tensor_parallel=r.tensor_parallel,
             instance_name=f"staleflow-{job.job_id}-{job.me.instance}",
             instance_rank=job.me.instance_rank,
-            device=job.me.device or 0,
+            device=_index_of(job),
             gpu_memory_utilization=r.gpu_memory_utilization,
+def _index_of(job: Job) -> int:
+    """The planned device among those that CUDA shows; where a node has fewer than device ranks, they share."""
+    device = cuda_index(job.me.device or 0, len(job.plan.devices_of(job.me.node)), os.environ)
+    return device % torch.cuda.device_count() if torch.cuda.is_available() else device
+
+
             enforce_eager=r.enforce_eager,
             kv_cache_tokens=r.kv_cache_tokens,
             top_p=r.top_p,
