@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from staleflow.config import Config, ConfigError, load
 
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(_MODULES[verb]).main(arguments[1:]))
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
+    if verb in ("run", "plan"):  # overrides may come after options too
+        parsed.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
     if rest and verb != "bench":  # a bench has options of its own
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -50,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = verbs.add_parser("plan", help="print who would do what, without starting anything")
     plan.add_argument("--nodes", type=int, default=1, help="nodes the device ranks are spread over")
     plan.add_argument("--json", action="store_true")
+    plan.add_argument("--advise", action="store_true", help="which ratio of rollout to trainer ranks, and which eta")
+    plan.add_argument("--run", type=Path, metavar="DIR", help="with --advise: an earlier run that measured the speeds")
     plan.set_defaults(do=_plan)
     for verb in (run, plan):
         verb.add_argument("config", help="a TOML file, e.g. configs/demo.toml")
@@ -85,6 +91,11 @@ def _plan(parsed: argparse.Namespace, _arguments: Sequence[str]) -> int:
     from staleflow.jobs.plan import plan, spread
 
     config: Config = load(parsed.config, parsed.overrides)
+    if parsed.advise:
+        from staleflow.jobs.advise import advise
+
+        print(advise(config, parsed.run))
+        return 0
     job_plan = plan(config, spread(config, parsed.nodes))
     print(json.dumps(job_plan.to_json()) if parsed.json else describe(config, job_plan))
     return 0
