@@ -85,7 +85,7 @@ class PlainView:
 def step_line(state: LiveState) -> str:
     """`step 12/200  reward 0.41  loss 0.003  310 tok/s  age 0:12 1:52  versions 12 11  idle 21 %  34 s`"""
     parts = [f"step {state.step}/{state.steps}"]
-    parts += [f"{name} {value:.3g}" for name, value in _numbers(state)]
+    parts += [f"{name} {_short(value)}" for name, value in _numbers(state)]
     if state.staleness:
         parts.append("age " + " ".join(f"{age}:{count}" for age, count in sorted(state.staleness.items())))
     if state.instances:
@@ -102,6 +102,10 @@ def _numbers(state: LiveState) -> list[tuple[str, float]]:
         "reward": state.reward, "loss": state.loss, "accuracy": state.accuracy, "tokens/s": state.tokens_per_s,
     }  # fmt: skip
     return [(name, value) for name, value in named.items() if value is not None]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:
@@ -153,7 +157,7 @@ def _panel(state: LiveState, rewards: list[float]) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
-    facts = "   ".join(f"{name} {value:.3g}" for name, value in _numbers(state))
+    facts = "   ".join(f"{name} {_short(value)}" for name, value in _numbers(state))
     idle = "" if state.trainer_idle is None else f"   idle {state.trainer_idle:.0%}"
     trainer = f"waits for {state.waiting_for}" if state.waiting_for else "at work"
     lines = [

@@ -14,11 +14,13 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 _FIRST = "first_failure.json"
+_VLLM_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def attempt_dir(run_dir: Path, attempt: int) -> Path:
@@ -52,6 +54,7 @@ class RankLog:
         root = logging.getLogger()
         root.addHandler(self._handler)
         root.setLevel(level)
+        _quieten_libraries()
 
     def close(self) -> None:
         """Give the descriptors back; may be called twice."""
@@ -64,6 +67,13 @@ class RankLog:
         logging.getLogger().removeHandler(self._handler)
         self._handler.stream.close()
         self.console.close()
+
+
+def _quieten_libraries() -> None:
+    """What would be said again at every step or Pull, and is nothing that a user could act on."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of torch, about calls inside torch
+    # Tables of rotary embeddings are computed, never loaded; of other layers the warning is wanted.
+    logging.getLogger(_VLLM_RELOAD).addFilter(lambda record: "RotaryEmbedding" not in record.getMessage())
 
 
 @dataclass(frozen=True)
