@@ -21,6 +21,7 @@ from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.cost_model import DEFAULT
 from staleflow.coordination.ledger import make_ledger
 from staleflow.coordination.policies import POLICIES
+from staleflow.coordination.types import pack_progress
 from staleflow.data.prompts import Prompt
 from staleflow.jobs.plan import Node, plan
 from staleflow.jobs.stop import StopWatch
@@ -98,13 +99,13 @@ class FakeHost:
                 v_traj = instance.held.pop(tid)
                 self.account.emit(m.Finished(tid, 1, 5, [(v_traj, 5)], int(Finish.STOP), self.node))
                 self._score(tid, rng)
-            progress = [(tid, 1) for tid in instance.held]
+            progress = pack_progress((tid, 1) for tid in instance.held)
             self.account.emit(
                 m.Snapshot(
                     instance.index,
                     instance.version,
                     instance.applied,
-                    len(progress),
+                    len(instance.held),
                     0,
                     0,
                     10**6,

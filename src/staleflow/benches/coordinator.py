@@ -15,7 +15,7 @@ from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.cost_model import DEFAULT
 from staleflow.coordination.ledger import make_ledger
 from staleflow.coordination.settings import CoordinationSettings
-from staleflow.coordination.types import Abort, InstanceInfo, InstanceSnapshot, Interrupt, Route
+from staleflow.coordination.types import Abort, InstanceInfo, InstanceSnapshot, Interrupt, Route, pack_progress
 
 LIMIT_MS = 50.0
 
@@ -64,7 +64,7 @@ class _Fleet:
             for tid in held:
                 held[tid] += 1
             kv = sum(held.values()) + 512 * len(held)
-            progress = tuple(held.items())
+            progress = pack_progress(held.items())
             snapshots.append(InstanceSnapshot(i, 0, self.applied[i], len(held), 0, kv, 1 << 22, progress))
         done = []
         for _ in range(ended):

@@ -25,6 +25,7 @@ from staleflow.coordination.types import (
     Interrupt,
     Pull,
     Route,
+    unpack_progress,
 )
 from staleflow.trajectories.schema import MEMBER_BITS
 
@@ -85,7 +86,7 @@ class Instance:
     leaving: int = 0
     evaluations: int = 0
     ages: dict[int, int] = field(default_factory=dict)  # V_traj -> trajectories held
-    reported: tuple[tuple[int, int], ...] | None = None  # progress not yet copied into `held`
+    reported: bytes | None = None  # progress not yet copied into `held`
 
     @property
     def spec_version(self) -> int:
@@ -157,7 +158,7 @@ class Board:
         if instance.reported is None:
             return
         held = instance.held
-        for tid, tokens in instance.reported:
+        for tid, tokens in unpack_progress(instance.reported):
             work = held.get(tid)
             if work is not None and tokens > work.tokens:
                 work.tokens = tokens

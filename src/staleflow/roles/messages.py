@@ -65,7 +65,7 @@ class Ready(Wire):
 
 
 class Snapshot(Wire):
-    """An instance's own view, and cumulative figures of its engine."""
+    """An instance's own view, and cumulative figures of its engine; `progress` as in coordination's snapshots."""
 
     instance: int
     version: int
@@ -74,7 +74,7 @@ class Snapshot(Wire):
     waiting: int
     kv_tokens: int
     kv_capacity_tokens: int
-    progress: list[tuple[int, int]]
+    progress: bytes
     generated_tokens: int
     busy_s: float
     time_s: float
@@ -332,5 +332,5 @@ def decode_command(record: Any) -> Command:
 def instance_snapshot(s: Snapshot) -> InstanceSnapshot:
     return InstanceSnapshot(
         s.instance, s.version, s.applied_command, s.running, s.waiting, s.kv_tokens, s.kv_capacity_tokens,
-        tuple((tid, tokens) for tid, tokens in s.progress), s.time_s,
+        s.progress, s.time_s,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.coordination.types import EVAL_GROUP_BASE, Abort, Command, Interrupt, Pull, Route
+from staleflow.coordination.types import EVAL_GROUP_BASE, Abort, Command, Interrupt, Pull, Route, pack_progress
 from staleflow.engines.base import Engine
 from staleflow.observe.spans import GENERATE, PULL, TRAJECTORIES, WAIT, Spans
 from staleflow.parameters.pull import Puller
@@ -226,7 +226,7 @@ class Rollout:
         self._last_snapshot_s, self._changed = now_s, False
         load = self._engine.load()
         self._spans.counter("kv", used=load.kv_tokens)
-        progress = [(tid, held.response_tokens) for tid, held in self._held.items()]
+        progress = pack_progress((tid, held.response_tokens) for tid, held in self._held.items())
         self._tell(
             Snapshot(
                 self._s.instance, self._version, self._applied, load.running, load.waiting, load.kv_tokens,

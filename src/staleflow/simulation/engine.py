@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from staleflow.coordination.cost_model import CostModel
-from staleflow.coordination.types import InstanceInfo, InstanceSnapshot
+from staleflow.coordination.types import InstanceInfo, InstanceSnapshot, pack_progress
 
 _EPS = 1e-9
 NEVER = math.inf
@@ -182,11 +182,11 @@ class Engine:
             sample.segments, sample.version = sample.segments + 1, version
 
     def snapshot(self, progress: bool) -> InstanceSnapshot:
-        reported: tuple[tuple[int, int], ...] = ()
+        reported = b""
         if progress:
             base = self._steps
             pairs = [(tid, int(s.target_tokens - s.ends_at + base)) for tid, s in self.running.items()]
-            reported = tuple(pairs + [(s.tid, int(s.tokens)) for s in self.waiting])
+            reported = pack_progress(pairs + [(s.tid, int(s.tokens)) for s in self.waiting])
         return InstanceSnapshot(
             self.info.index,
             self.version,

@@ -15,7 +15,7 @@ from staleflow.coordination.cost_model import DEFAULT
 from staleflow.coordination.ledger import load_ledger, make_ledger
 from staleflow.coordination.policies import POLICIES
 from staleflow.coordination.settings import CoordinationSettings
-from staleflow.coordination.types import Abort, InstanceInfo, InstanceSnapshot, Interrupt, Pull, Route
+from staleflow.coordination.types import Abort, InstanceInfo, InstanceSnapshot, Interrupt, Pull, Route, pack_progress
 
 N = 3
 BOUNDED = {"staleflow": None, "sync": 0, "one_step": 1, "wait": None}
@@ -37,7 +37,7 @@ class _Instance:
         kv = sum(10 + t for t in self.tokens.values())
         rest = len(self.tokens) - running
         return InstanceSnapshot(
-            self.info.index, self.version, self.applied, running, rest, kv, 400, tuple(self.tokens.items())
+            self.info.index, self.version, self.applied, running, rest, kv, 400, pack_progress(self.tokens.items())
         )
 
 
