@@ -1,4 +1,7 @@
-"""`staleflow simulate STUDY`: compare policies in virtual time. A progress bar, a table, JSON, plots, or a document."""
+"""`staleflow simulate STUDY`: compare policies in virtual time. A progress bar, a table, JSON, or plots.
+
+`staleflow simulate RUN`: simulate again what a real run has done, and compare the throughputs (its folder is given).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -163,14 +166,28 @@ def _narrow(study: Study, arguments: argparse.Namespace) -> Study:
     return study
 
 
+def _replay(arguments: argparse.Namespace, console: Console) -> None:
+    from staleflow.simulation.replay import replay
+
+    found = replay(arguments.study, arguments.cost_model)
+    if arguments.json:
+        print(json.dumps(asdict(found) | {"ratio": found.ratio}))
+    else:
+        console.print(
+            f"{found.run}: {found.policy}, {found.steps} steps: {found.real_tokens_per_s:.1f} trained tokens/s "
+            f"measured, {found.simulated_tokens_per_s:.1f} simulated ({found.ratio - 1:+.1%})"
+        )
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="staleflow simulate", description=__doc__)
-    p.add_argument("study", type=Path, help="a study, e.g. configs/studies/yardstick.toml")
+    p.add_argument("study", type=Path, help="a study, e.g. configs/studies/yardstick.toml, or the folder of a run")
     p.add_argument("--policies", type=lambda s: s.split(","), help="names of variants, comma-separated")
     p.add_argument("--eta", type=lambda s: tuple(int(x) for x in s.split(",")), help="e.g. 0,1,2,3")
     p.add_argument("--seeds", type=int)
     p.add_argument("--steps", type=int)
     p.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    p.add_argument("--cost-model", type=Path, help="of a run's instances, where its config names none")
     p.add_argument("--plots", type=Path, metavar="DIR", help="write PNG files there (needs matplotlib)")
     return p
 
@@ -180,6 +197,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     console = Console(stderr=arguments.json)
     try:
+        if arguments.study.is_dir():
+            _replay(arguments, console)
+            return 0
         study, cost = load_study(arguments.study)
         study = _narrow(study, arguments)
         rows = simulate(study, cost, console, gantt=arguments.plots is not None)

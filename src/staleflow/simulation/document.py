@@ -1,7 +1,7 @@
 """Write docs/study.md from studies: `python -m staleflow.simulation.document`.
 
-Every study under configs/studies is simulated and its figures are kept in docs/study/NAME.json; with `--reuse`, figures
-that are there already are taken as they are.
+Every study under configs/studies is simulated, and its figures are kept row by row in docs/study/NAME.json; with
+`--reuse`, rows that are there already are taken as they are, so that what was stopped goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from staleflow.simulation.cli import as_json, simulate
-from staleflow.simulation.config import Study, load_study
+from staleflow.coordination.cost_model import CostModel
+from staleflow.simulation.cli import as_json, cells, simulate
+from staleflow.simulation.config import Study, Variant, load_study
 from staleflow.simulation.fluid import fluid_bound
 
 Figures = dict[str, Any]
@@ -37,16 +38,27 @@ very same coordinator, policies and books as a real job; engines follow the cost
 
 
 def figures(path: Path, folder: Path, reuse: bool, console: Console) -> Figures:
-    """Simulate a study, or take the figures that are there."""
+    """Simulate the rows of a study that are not there yet."""
     kept = folder / f"{path.stem}.json"
-    if reuse and kept.exists():
-        loaded: Figures = json.loads(kept.read_text())
-        return loaded
-    study, cost = load_study(path)
-    out = as_json(study, fluid_bound(study, cost), simulate(study, cost, console))
     kept.parent.mkdir(parents=True, exist_ok=True)
+    study, cost = load_study(path)
+    out = as_json(study, fluid_bound(study, cost), [])
+    there = {(r["name"], r["eta"]): r for r in json.loads(kept.read_text())["rows"]} if reuse and kept.exists() else {}
+    for variant, eta in cells(study):
+        row = there.get((variant.name, eta)) or _row(study, cost, variant.model_copy(update={"eta": (eta,)}), console)
+        out["rows"].append(row)
+        rest = [r for key, r in there.items() if key not in {(o["name"], o["eta"]) for o in out["rows"]}]
+        kept.write_text(json.dumps(out | {"rows": out["rows"] + rest}, indent=1) + "\n")
     kept.write_text(json.dumps(out, indent=1) + "\n")
     return out
+
+
+def _row(study: Study, cost: CostModel, variant: Variant, console: Console) -> Figures:
+    alone = study.model_copy(update={"variants": (variant,)})
+    (row,) = as_json(alone, fluid_bound(alone, cost), simulate(alone, cost, console))["rows"]
+    console.print(f"{study.name}: {row['name']}, eta {row['eta']}: {row['step_s']:.0f} s a step")
+    figures_of_row: Figures = row
+    return figures_of_row
 
 
 def section(study: Study, out: Figures) -> str:

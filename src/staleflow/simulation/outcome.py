@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.ledger import Ledger
 from staleflow.simulation.config import Study
 from staleflow.simulation.engine import Engine, Sample
-from staleflow.simulation.workload import Lengths
+from staleflow.simulation.workload import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,9 @@ class Recorder:
         if self.keep_gantt:
             self.gantt.append((now_s, tuple((len(e.running), len(e.waiting), e.version) for e in self.engines)))
 
-    def outcome(self, now_s: float, coordinator: Coordinator, ledger: Ledger, lengths: Lengths) -> Outcome:
+    def outcome(
+        self, now_s: float, coordinator: Coordinator, ledger: Ledger, lengths: Callable[[int], IntArray]
+    ) -> Outcome:
         warmup, steps = self.study.run.warmup, self.steps - self.study.run.warmup
         start_s = self.ended[warmup - 1] if warmup else 0.0
         measured_s = self.ended[-1] - start_s

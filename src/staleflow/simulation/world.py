@@ -20,17 +20,27 @@ from staleflow.simulation.config import Study, Variant
 from staleflow.simulation.engine import NEVER, Engine, Sample
 from staleflow.simulation.fluid import fluid_bound, train_s
 from staleflow.simulation.outcome import Outcome, Recorder
-from staleflow.simulation.workload import Lengths
+from staleflow.simulation.workload import IntArray, Lengths
 from staleflow.trajectories.schema import group_and_member
 
 _STALLED_S = 200_000.0  # virtual seconds without a trained step
 
 
 class World:
-    """One run of one variant at one eta and seed. `run()` may be called once."""
+    """One run of one variant at one eta and seed. `run()` may be called once.
+
+    `lengths(group)`: response tokens of each member; None draws them as the study's workload says.
+    """
 
     def __init__(
-        self, study: Study, cost: CostModel, variant: Variant, eta: int, seed: int, gantt: bool = False
+        self,
+        study: Study,
+        cost: CostModel,
+        variant: Variant,
+        eta: int,
+        seed: int,
+        gantt: bool = False,
+        lengths: Callable[[int], IntArray] | None = None,
     ) -> None:
         s = study.staleness
         self._study, self._costs = study, study.costs
@@ -50,7 +60,7 @@ class World:
             replace(study.settings(variant), pull_s=study.costs.pull_s), self.ledger, planned, infos
         )
         self.engines = [Engine(i, cost, prefill=fleet.prefill, pull_s=study.costs.pull_s) for i in infos]
-        self._lengths = Lengths(study.workload, s.group_size + s.spare_members + variant.spare_members, seed)
+        self._lengths = lengths or Lengths(study.workload, s.group_size + s.spare_members + variant.spare_members, seed)
         self._kept: dict[int, Sample] = {}  # the trajectory server: what is on no engine
         self._recorder = Recorder(study, self.engines, gantt)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
