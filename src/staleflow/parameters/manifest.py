@@ -41,7 +41,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The layout of every version of one model: same names, shapes and offsets in each. Names as in the checkpoint, experts stacked."""
+    """The layout of every version of one model: same names, shapes and offsets in each.
+
+    Names as in the checkpoint, but experts stacked.
+    """
 
     entries: tuple[Entry, ...]
 

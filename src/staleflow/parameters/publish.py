@@ -112,16 +112,20 @@ class Publisher:
         self._transport = transport
         self._staging = Staging(parameters, manifest, trainer or 0)
         self._state = _State()
+        self._staged: int | None = None
         self._start()
 
     def regroup(
         self, group: ProcessGroup, trainer_ranks_in_group: Sequence[int] = (0,), *, names: Sequence[str] = ()
     ) -> None:
-        """After a failure: go on over a group without the lost member. What was staged is published again, in full."""
+        """After a loss: go on over a group without the lost member. What was staged last is published again, in full:
+        this rank may be through with it while a relay behind the lost one is not.
+        """
         self._transport.break_off()
         self._thread.join()
         self._transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names)
         self._state.failure = None
+        self._state.version = self._staged
         self._start()
 
     def _start(self) -> None:
@@ -139,6 +143,7 @@ class Publisher:
         begin = time.monotonic()
         self._staging.snapshot()
         self.stats.snapshot_s += time.monotonic() - begin
+        self._staged = version
         with self._state.changed:
             self._state.version = version
             self._state.changed.notify_all()

@@ -64,6 +64,13 @@ class Relay:
         if self._thread.is_alive():
             log.warning("the relay did not end within %.0f s; leaving it", timeout_s)
 
+    def abandon(self, timeout_s: float = 10.0) -> None:
+        """Stop at once, also in the middle of a version, which is lost: another relay takes the store over."""
+        self._wire.break_off()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the old relay has not let go of the store within {timeout_s:.0f} s")
+
     def _run(self) -> None:
         try:
             course = handshake(self._wire, self._chain, self.manifest, None, 0)
