@@ -27,15 +27,16 @@ def bias_warnings(
 
 
 def warnings_of(config: Any) -> list[str]:
-    """`bias_warnings` of a resolved config, whose engine computes in `model.dtype` as its trainer does."""
+    """`bias_warnings` of a resolved config. Weights that travel in bfloat16 make the engine one of bfloat16."""
+    m = config.model
     return bias_warnings(
         config.algorithm,
         eta=config.staleness.eta,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         stop=config.rollout.stop,
-        engine_dtype=config.model.dtype,
-        trainer_dtype=config.model.dtype,
+        engine_dtype="bfloat16" if config.parameters.wire_dtype == "bfloat16" else m.dtype,
+        trainer_dtype=m.dtype,
     )
 
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from staleflow.config import load
 from staleflow.learning import memory
-from staleflow.learning.sampling import bias_warnings
+from staleflow.learning.sampling import bias_warnings, warnings_of
 from staleflow.learning.settings import AlgorithmSettings
 
 
@@ -72,6 +73,13 @@ def test_what_biases_is_named_with_its_remedy(algorithm, options, said):
 def test_the_demo_and_synchronous_training_are_unbiased():
     assert bias_warnings(AlgorithmSettings(), eta=2) == []
     assert bias_warnings(AlgorithmSettings(proximal="recompute"), eta=0) == []
+
+
+def test_rounding_on_the_way_to_the_engine_counts():
+    decoupled = ["algorithm.proximal=recompute", "algorithm.age_correction=mask"]
+    assert warnings_of(load("configs/demo.toml", decoupled)) == []
+    (warning,) = warnings_of(load("configs/demo.toml", [*decoupled, "parameters.wire_dtype=bfloat16"]))
+    assert "engine in bfloat16, trainer in float32" in warning
 
 
 def test_a_plan_tells_both_without_torch():
