@@ -275,5 +275,5 @@ def test_a_browser_shows_the_page_offline(run: Path, tmp_path: Path) -> None:
         [browser, *quiet, "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", url],
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)}, check=True,
     )  # fmt: skip
-    assert done.stdout.count("<svg") == 8
+    assert done.stdout.count("<svg") == 9
     assert "rank 3 rollout (instance 1)" in done.stdout

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 720
+WIDTH, WIDE = 560, 1140  # in one of two columns, and over both
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 40
 
 # Okabe and Ito (2008): told apart also by the colour-blind.
@@ -30,6 +30,7 @@ class Bar:
     end: float
     colour: str
     tip: str
+    said: str = ""  # written into it
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -62,8 +63,9 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, height: int = 22
         colour = PALETTE[at % len(PALETTE)]
         path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in zip(one.xs, one.ys, strict=True))
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        radius = 3 if len(one.xs) < 40 else 1.5
         body += [
-            f'<circle cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="{3 if len(one.xs) < 40 else 2}" fill="{colour}">'
+            f'<circle cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="{radius}" fill="{colour}">'
             f"<title>{escape(one.name)}: {number(y)} at {number(x)}</title></circle>"
             for x, y in zip(one.xs, one.ys, strict=True)
         ]
@@ -90,13 +92,20 @@ def histogram(counts: Sequence[tuple[str, float]], x_label: str, y_label: str, h
     return _svg(height, body)
 
 
-def rows(content: Sequence[tuple[str, Sequence[Bar]]], x_label: str, low: float, high: float, row: int = 18) -> str:
+def rows(
+    content: Sequence[tuple[str, Sequence[Bar]]],
+    x_label: str,
+    low: float,
+    high: float,
+    row: int = 18,
+    page_width: int = WIDTH,
+) -> str:
     """Horizontal rows of bars over a common axis: time lines, shares, quantiles."""
     if not content:
         return nothing()
     left, high = 190, max(high, low + 1e-9)
     height = _TOP + row * len(content) + _BOTTOM
-    scale = (WIDTH - left - _RIGHT) / (high - low)
+    scale = (page_width - left - _RIGHT) / (high - low)
     body = []
     for tick in ticks(low, high):
         x = left + (tick - low) * scale
@@ -111,8 +120,13 @@ def rows(content: Sequence[tuple[str, Sequence[Bar]]], x_label: str, low: float,
                 f'<rect x="{x:.2f}" y="{y + 2}" width="{max(width, 0.4):.2f}" height="{row - 4}" fill="{bar.colour}">'
                 f"<title>{escape(bar.tip)}</title></rect>"
             )
-    body.append(_text((left + WIDTH - _RIGHT) / 2, height - 6, x_label, "middle"))
-    return _svg(height, body)
+            if bar.said:
+                body.append(
+                    f'<text x="{x + width / 2:.1f}" y="{y + row - 5}" text-anchor="middle" class="inside">'
+                    f"{escape(bar.said)}</text>"
+                )
+    body.append(_text((left + page_width - _RIGHT) / 2, height - 6, x_label, "middle"))
+    return _svg(height, body, page_width)
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -128,6 +142,19 @@ def table(rows_of_cells: Sequence[Sequence[object]], head: Sequence[str] = ()) -
         "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>" for cells in rows_of_cells
     )
     return f"<table>{top}{body}</table>"
+
+
+def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
+    """Figures to be seen at once: name, figure, what it is of."""
+    content = "".join(
+        f"<div><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(of)}</span></div>"
+        for name, figure, of in figures
+    )
+    return f'<div class="tiles">{content}</div>'
+
+
+def folded(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def nothing(why: str = "no data") -> str:
@@ -155,7 +182,7 @@ class _Plot:
             parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}" class="grid"/>')
             parts.append(_text(_LEFT - 6, self.y(tick) + 4, number(tick), "end"))
         bottom = self.height - _BOTTOM
-        for tick in ticks(self.x_low, self.x_high, 8) if x_ticks else ():
+        for tick in _whole(ticks(self.x_low, self.x_high, 8)) if x_ticks else ():
             parts.append(_text(self.x(tick), bottom + 14, number(tick), "middle"))
         parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, self.height - 6, x_label, "middle"))
         middle = (_TOP + bottom) / 2
@@ -165,9 +192,15 @@ class _Plot:
         return "".join(parts)
 
 
+def _whole(values: list[float]) -> list[float]:
+    """Steps and versions are whole numbers: no ticks between them."""
+    whole = [value for value in values if value == int(value)]
+    return whole if len(whole) > 1 else values
+
+
 def _text(x: float, y: float, words: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _svg(height: int, body: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">{"".join(body)}</svg>'
+def _svg(height: int, body: Sequence[str], width: int = WIDTH) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">{"".join(body)}</svg>'

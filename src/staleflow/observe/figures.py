@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,49 @@ def colour_of(name: str) -> str:
 
 
 def result(summary: Mapping[str, Any]) -> str:
+    """The figures that matter as tiles, all of them below, folded."""
     if not summary:
         return charts.nothing("no summary.json: the run has not ended")
-    return charts.table([(key.replace("_", " "), _said(value)) for key, value in summary.items()])
+    rows = [(key.replace("_", " "), _said(value)) for key, value in _flat(summary)]
+    return charts.tiles(list(_headline(summary))) + charts.folded("All figures", charts.table(rows))
+
+
+def _headline(s: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(name, figure, what it is of)"""
+    wall_s = s.get("wall_s") or 0.0
+    yield "steps", str(s.get("steps", "?")), f"{s.get('status', '?')} in {_duration(wall_s)}"
+    if wall_s and s.get("trained_tokens"):
+        yield "throughput", charts.number(s["trained_tokens"] / wall_s), "trained tokens/s"
+    if s.get("reward_last") is not None:
+        yield "reward", f"{s['reward_last']:.3f}", f"from {s['reward_first']:.3f}"
+    if s.get("accuracy_after") is not None and s.get("accuracy_before") is not None:
+        yield "held out", f"{s['accuracy_after']:.3f}", f"from {s['accuracy_before']:.3f}"
+    if s.get("trainer_idle_fraction") is not None:
+        yield "trainer idle", f"{s['trainer_idle_fraction']:.0%}", "of the time"
+    if s.get("rollout_busy_fraction") is not None:
+        yield "rollout busy", f"{s['rollout_busy_fraction']:.0%}", "of the time"
+    if s.get("max_staleness") is not None:
+        yield "oldest", str(s["max_staleness"]), f"versions, of eta = {s.get('eta')}"
+    if s.get("generated_tokens"):
+        wasted = sum((s.get("discarded_tokens") or {}).values()) / s["generated_tokens"]
+        yield "discarded", f"{wasted:.1%}", "of generated tokens"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings with their keys joined; a list of mappings numbered."""
+    for key, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(at): item for at, item in enumerate(value)}
+        if isinstance(value, Mapping) and any(isinstance(item, Mapping) for item in value.values()):
+            yield from _flat(value, f"{prefix}{key} ")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _said(value: Any) -> str:
@@ -44,14 +84,25 @@ def _said(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def reward(steps: Sequence[Mapping[str, Any]]) -> str:
-    return charts.lines(_series(steps, {"reward": "reward"}), "step", "reward")
+def reward(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    """Of each step, and what evaluations on held-out prompts gave."""
+    series = _series(steps, {"reward": "reward"})
+    held_out = sorted((e["version"], e["mean"]) for e in summary.get("evaluations") or ())
+    if held_out:
+        series.append(Series("held out", [x for x, _ in held_out], [y for _, y in held_out]))
+    return charts.lines(series, "step", "reward")
 
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> str:
     usable = [line for line in steps if line.get("trained_tokens") is not None and line.get("step_s")]
     ys = [line["trained_tokens"] / line["step_s"] for line in usable]
     return charts.lines([Series("tokens/s", [line["step"] for line in usable], ys)], "step", "trained tokens/s")
+
+
+def step_times(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What a step took, what of it training took, and the way of a version to the stores and into an engine."""
+    names = {"step_s": "step", "train_s": "training", "publish_s": "publishing", "pull_s": "a Pull"}
+    return charts.lines(_series(steps, names), "step", "seconds")
 
 
 def _series(steps: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Series]:
@@ -85,7 +136,7 @@ def time_shares(traces: Sequence[RankTrace]) -> str:
             content.append((trace.label, _stacked(seconds)))
     if not content:
         return charts.nothing(NO_TRACE)
-    return charts.rows(content, "share of the time", 0.0, 1.0) + charts.legend(used)
+    return charts.rows(content, "share of the time", 0.0, 1.0, page_width=charts.WIDE) + charts.legend(used)
 
 
 def _shares(spans: Sequence[Span]) -> dict[str, float]:
@@ -101,7 +152,8 @@ def _shares(spans: Sequence[Span]) -> dict[str, float]:
 def _stacked(shares: Mapping[str, float]) -> list[Bar]:
     bars, at = [], 0.0
     for name, share in shares.items():
-        bars.append(Bar(at, at + share, colour_of(name), f"{name}: {share:.1%}"))
+        said = f"{share:.0%}" if share >= 0.04 and name != OTHER else ""
+        bars.append(Bar(at, at + share, colour_of(name), f"{name}: {share:.1%}", said))
         at += share
     return bars
 
@@ -179,7 +231,8 @@ def one_step(traces: Sequence[RankTrace], step: int | None) -> str:
         inside = [span for span in trace.on(MAIN) if span.end_s > begin_s and span.start_s < end_s]
         used |= {span.name: colour_of(span.name) for span in inside}
         content.append((trace.label, [_bar(span, begin_s, end_s, colour_of(span.name), span.name) for span in inside]))
-    return charts.rows(content, f"seconds of step {at}", 0.0, end_s - begin_s, row=24) + charts.legend(used)
+    chart = charts.rows(content, f"seconds of step {at}", 0.0, end_s - begin_s, 24, charts.WIDE)
+    return chart + charts.legend(used)
 
 
 def trajectories_of_step(traces: Sequence[RankTrace], step: int | None) -> str:
@@ -200,8 +253,9 @@ def trajectories_of_step(traces: Sequence[RankTrace], step: int | None) -> str:
         content += [(trace.label if lane == 0 else "", by_lane[lane]) for lane in shown]
         if len(by_lane) > MOST_LANES:
             content.append((f"and {len(by_lane) - MOST_LANES} lanes more", []))
+        content.append(("", []))
     colours = {f"v{version}": _version_colour(version) for version in sorted(versions)}
-    return charts.rows(content, "seconds", 0.0, end_s - begin_s, row=9) + charts.legend(colours)
+    return charts.rows(content, "seconds", 0.0, end_s - begin_s, 9, charts.WIDE) + charts.legend(colours)
 
 
 def _version_colour(version: int) -> str:

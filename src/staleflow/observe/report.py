@@ -18,16 +18,26 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --faint: #767676; --grid: #e2e2e2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #161616; --faint: #9a9a9a; --grid: #333; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-       max-width: 760px; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+       max-width: 1180px; padding: 0 1.2rem; }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: .4rem 2.2rem; }
+section.wide { grid-column: 1 / -1; } section { min-width: 0; } section.wide > svg { width: 100%; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .2rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(120px, 1fr)); gap: .7rem; margin: .8rem 0; }
+.tiles div { border: 1px solid var(--grid); border-radius: 8px; padding: .55rem .8rem; }
+.tiles b { display: block; font-size: 1.55rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.tiles span { color: var(--faint); font-size: .82rem; } summary { cursor: pointer; color: var(--faint); }
+details table { margin-top: .4rem; } details td:first-child { color: var(--faint); white-space: nowrap; }
 p.about, p.nothing, .legend { color: var(--faint); font-size: .88rem; margin: .2rem 0 .6rem; }
 svg { max-width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: var(--faint); }
-svg .grid { stroke: var(--grid); stroke-width: 1; }
+svg .grid { stroke: var(--grid); stroke-width: 1; } svg text.inside { fill: #fff; font-weight: 600; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .15rem .9rem .15rem 0; text-align: left; }
 th { color: var(--faint); font-weight: normal; } td { font-variant-numeric: tabular-nums; }
 .legend span { margin-right: 1rem; white-space: nowrap; } .legend i { display: inline-block; width: .8em; height: .8em;
        margin-right: .35em; border-radius: 2px; }
 """
+
+
+_WIDE = ("Result", "Where the time goes", "One step", "Trajectories of that step")  # over both columns
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def page(run: Recorded, step: int | None = None) -> str:
     """The whole page. It loads nothing: everything is in it."""
     sections = [
         ("Result", "", figures.result(run.summary)),
-        ("Reward", "Mean reward of the trajectories of each step.", figures.reward(run.steps)),
+        ("Reward", "Mean reward of the trajectories of each step.", figures.reward(run.steps, run.summary)),
         ("Throughput", "Trained tokens per second of each step.", figures.throughput(run.steps)),
         (
             "Where the time goes",
@@ -87,6 +97,11 @@ def page(run: Recorded, step: int | None = None) -> str:
             "Staleness",
             "Trained trajectories by age: the step that trained on them minus the version that began them.",
             figures.staleness(run.steps, run.summary),
+        ),
+        (
+            "Time of a step",
+            "Publishing goes on beside the next step; a Pull is one instance's.",
+            figures.step_times(run.steps),
         ),
         ("Response lengths", "Tokens of finished trajectories.", figures.lengths(run.traces)),
         (
@@ -106,12 +121,14 @@ def page(run: Recorded, step: int | None = None) -> str:
         ),
     ]
     body = "".join(
-        f"<section><h2>{title}</h2>" + (f'<p class="about">{about}</p>' if about else "") + f"{content}</section>"
+        f'<section class="{"wide" if title in _WIDE else ""}"><h2>{title}</h2>'
+        + (f'<p class="about">{about}</p>' if about else "")
+        + f"{content}</section>"
         for title, about, content in sections
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.name)} - staleflow</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(run.name)}</h1>{body}</body></html>\n"
+        f"<h1>{escape(run.name)}</h1><main>{body}</main></body></html>\n"
     )
