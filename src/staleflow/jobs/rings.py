@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
+from staleflow.jobs.numa import nodes_of_devices
 from staleflow.jobs.plan import RankPlan
 from staleflow.jobs.runtime import Job
 from staleflow.trajectories.ring import Ring, segment_name
@@ -28,11 +30,13 @@ def names_of(job: Job, ranks: Sequence[int]) -> list[str]:
 def create_rings(job: Job) -> dict[int, tuple[Ring, Ring]]:
     """Host: make the two rings of every device rank of this node and tell the ranks. {rank: (down, up)}"""
     rings = {}
-    for device in job.plan.devices_of(job.me.node):
+    devices = job.plan.devices_of(job.me.node)
+    for device, numa_node in zip(devices, nodes_of_devices(len(devices)), strict=True):
         sizes = job.plan.rings_of(device.rank)
         label = f"host of node {job.me.node}"
-        down = Ring.create(_name(job, device, "down"), sizes.down_bytes, run_id=run_id_of(job), label=label)
-        up = Ring.create(_name(job, device, "up"), sizes.up_bytes, run_id=run_id_of(job), label=label)
+        options: Any = {"run_id": run_id_of(job), "label": label, "numa_node": numa_node}
+        down = Ring.create(_name(job, device, "down"), sizes.down_bytes, **options)
+        up = Ring.create(_name(job, device, "up"), sizes.up_bytes, **options)
         down.claim_producer()
         up.claim_consumer()
         rings[device.rank] = (down, up)
@@ -41,15 +45,19 @@ def create_rings(job: Job) -> dict[int, tuple[Ring, Ring]]:
 
 
 def attach_rings(job: Job) -> tuple[Ring, Ring]:
-    """Device rank: map its rings. (down, up)"""
+    """Device rank: map its rings; `tell_mapped` comes after what else it maps. (down, up)"""
     host = f"rank {job.plan.host_of(job.rank)} (host)"
     names = job.read(f"rings/{job.rank}", job.config.fault.start_timeout_s, host)
     label = f"rank {job.rank} ({job.me.role})"
     down, up = (Ring.attach(name, run_id=run_id_of(job), label=label) for name in names)
     down.claim_consumer()
     up.claim_producer()
-    job.post(f"mapped/{job.rank}", True)
     return down, up
+
+
+def tell_mapped(job: Job) -> None:
+    """Device rank: all that its host shares with it is mapped; the names may go."""
+    job.post(f"mapped/{job.rank}", True)
 
 
 class Unmapped:
