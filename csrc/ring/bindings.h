@@ -3,8 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstring>
-
+#include "copy.h"
 #include "python_span.h"
 
 namespace staleflow {
@@ -38,12 +37,9 @@ class BufferArg {
 };
 
 inline void copy_bytes(uint8_t* to, const void* from, uint64_t bytes) {
-  if (bytes >= kReleaseGilBytes) {
-    py::gil_scoped_release unlocked;
-    std::memcpy(to, from, bytes);
-  } else if (bytes) {
-    std::memcpy(to, from, bytes);
-  }
+  if (bytes < kReleaseGilBytes) return copy_for_others(to, from, bytes);
+  py::gil_scoped_release unlocked;
+  copy_for_others(to, from, bytes);
 }
 
 void bind_arena(py::module_& module);

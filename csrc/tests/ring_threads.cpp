@@ -1,10 +1,11 @@
 // Producer and consumer as two threads of one process, so that ThreadSanitizer sees both: payloads of all sizes are
-// written and read without locks, and only the ring's own stores order them. Also the arena and the partition, for the
-// address and undefined-behaviour sanitizers.
+// written and read without locks, and only the ring's own stores order them. Also the arena, the copy and the partition,
+// for the address and undefined-behaviour sanitizers.
 //
 //   ring_threads [RECORDS]
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "arena.h"
 #include "check.h"
+#include "copy.h"
 #include "partition.h"
 #include "ring.h"
 
@@ -142,6 +144,20 @@ void test_arena() {
   CHECK(arena->used() == 0 && arena->largest_hole() == arena->capacity());
 }
 
+// Large copies go by whole lines and past the caches; what lies before, between and behind must be right as well.
+void test_copy() {
+  std::vector<uint8_t> source(40000), target(source.size() + 200);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint8_t>(1 + i % 251);
+  for (uint64_t bytes : {0, 1, 16383, 16384, 16385, 16447, 16448, 33333}) {
+    for (uint64_t at : {0, 1, 15, 63, 64, 100}) {
+      std::fill(target.begin(), target.end(), uint8_t{0});
+      copy_for_others(target.data() + at, source.data() + at % 7, bytes);
+      for (uint64_t i = 0; i < target.size(); ++i)
+        CHECK(target[i] == (i >= at && i < at + bytes ? source[i - at + at % 7] : 0));
+    }
+  }
+}
+
 void test_partition() {
   std::mt19937_64 random(2);
   for (int round = 0; round < 200; ++round) {
@@ -161,6 +177,7 @@ int main(int argc, char** argv) {
   test_one_waiter_of_several(records / 8);
   test_stop_overtakes();
   test_arena();
+  test_copy();
   test_partition();
   std::printf("ring_threads: %llu records, all checks passed\n", static_cast<unsigned long long>(records));
 }

@@ -296,3 +296,14 @@ def test_names_carry_user_job_and_run() -> None:
 def test_the_ring_needs_neither_torch_nor_numpy() -> None:
     code = "import sys, staleflow.trajectories.ring; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+@pytest.mark.parametrize("sizes", [(7, 100_003), (64, 16_384), (1, 40_000, 0, 70_001), (200_000,)])
+def test_large_payloads_of_several_parts(make_ring: Callable[..., Ring], sizes: tuple[int, ...]) -> None:
+    """Large parts are copied past the caches, by whole lines: every byte arrives wherever a part begins."""
+    ring, parts = make_ring(1 << 21), [os.urandom(size) for size in sizes]
+    ring.push(1, *parts)
+    ring.push(1, b"next")
+    first, second = ring.peek(2)
+    assert bytes(first.payload) == b"".join(parts)
+    assert bytes(second.payload) == b"next"

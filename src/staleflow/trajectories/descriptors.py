@@ -10,6 +10,8 @@ the same user::
     fd = fetch(address, "rank3-up", timeout_s=10)   # restarted rank
     ring = Ring.attach(fd, run_id=run_id)
     os.close(fd)
+
+No role needs it yet: jobs do not restart a single rank (csrc/README.md).
 """
 
 from __future__ import annotations
