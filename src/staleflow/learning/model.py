@@ -120,7 +120,16 @@ def load_policy(
         policy.to(device) if not settings.cpu_offload else None
     else:
         _distribute(policy, whole_state, whole_buffers, mesh, "cpu" if settings.cpu_offload else device)
+    if settings.cpu_offload:
+        _move_buffers(policy, device)
     return policy
+
+
+def _move_buffers(policy: PolicyModel, device: torch.device) -> None:
+    """FSDP brings offloaded parameters to the device for each use, but not buffers (rotary frequencies)."""
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _read(path: str, settings: ModelSettings, device: torch.device, *, whole: bool) -> PreTrainedModel:
@@ -148,12 +157,15 @@ def _layers(hf: PreTrainedModel) -> nn.ModuleList:
 def shard(policy: PolicyModel, settings: ModelSettings, mesh: DeviceMesh) -> None:
     """FSDP2 on every decoder layer and on the rest. Gradients are summed over ranks: the loss carries denominators."""
     half = settings.dtype == "bfloat16"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None
         ),
-        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if settings.cpu_offload
+        else OffloadPolicy(),
     }
     for layer in _layers(policy.hf):
         fully_shard(layer, **options)

@@ -14,6 +14,7 @@ from staleflow.learning.export import export_model, full_state
 from staleflow.learning.model import PolicyModel
 from staleflow.learning.optimizer import learning_rate
 from staleflow.learning.settings import AlgorithmSettings, ModelSettings, OptimizerSettings
+from staleflow.learning.trainer import PolicyTrainer
 
 ADVANTAGES = [1.0, -0.5, 0.25, 2.0, -1.0]
 
@@ -65,6 +66,20 @@ def test_age_and_engine_gap_are_reported_apart(tiny_model, trajectories):
     assert metrics["aged_difference"] == pytest.approx(difference[old].mean().item(), rel=1e-4)
     assert metrics["age_mean"] == pytest.approx(int(old.sum()) / metrics["tokens"])
     assert metrics["age_max"] == 1
+
+
+def test_offloaded_it_computes_the_same(tiny_model, trajectories):
+    """On the CPU there is nowhere to go, but the path through FSDP's offload policy is the one that a GPU takes."""
+    offloaded = PolicyTrainer(
+        ModelSettings(tiny_model, cpu_offload=True),
+        OptimizerSettings(lr=1e-2),
+        AlgorithmSettings(temperature=TEMPERATURE),
+        device="cpu",
+        seed=0,
+    )
+    plain_one = trainer_for(tiny_model, lr=1e-2, clip=1.0)
+    for number in (4, 5):
+        assert step(offloaded, trajectories, number) == step(plain_one, trajectories, number)
 
 
 def test_entropy_and_ratio_quantiles(tiny_model, trajectories):
