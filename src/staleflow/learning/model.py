@@ -163,9 +163,7 @@ def shard(policy: PolicyModel, settings: ModelSettings, mesh: DeviceMesh) -> Non
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if settings.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offload if settings.cpu_offload else OffloadPolicy(),
     }
     for layer in _layers(policy.hf):
         fully_shard(layer, **options)
