@@ -1,7 +1,8 @@
 """`staleflow bench protocol`: the speed and size of the staleness protocol, with and without its journal.
 
 An operation is one call of reserve(), occupy() or consume(); a consume() of a whole batch counts as one. Trajectories
-finish in random order, so that with many of them outstanding the cache misses are in the measured time.
+finish in random order, so that with many of them outstanding the protocol's cache misses are in the measured time. The
+load keeps its own trajectories packed and hands out new ids: a coordinator has them from a message it just decoded.
 
 Rates are per second of CPU time of one thread, plus the wall time of the journal's commits (a write and an fdatasync).
 """
@@ -11,7 +12,8 @@ import random
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +63,26 @@ class Load:
 
     def __init__(self, protocol: StalenessProtocol) -> None:
         self.protocol = protocol
-        self.members = range(protocol.group_size)
         self.random = random.Random(0)
         self.next_id = 0
-        self.running: list[tuple[int, int]] = []
+        self.running = array("q")  # group id * group_size + member
         self.operations = 0
         self.busy_s = 0.0
         self.commit_s: Callable[[], float] = lambda: 0.0
 
     def fill(self, groups: int) -> None:
         """Reserve `groups` whole groups at the newest version."""
-        ids = range(self.next_id, self.next_id + groups)
-        pairs = [(group_id, member) for group_id in ids for member in self.members]
+        size = self.protocol.group_size
+        packed = range(self.next_id * size, (self.next_id + groups) * size)
         reserve, version = self.protocol.reserve, self.protocol.version
-        for piece in _pieces(pairs):
+        for first in range(0, len(packed), 500):
+            piece = [divmod(one, size) for one in packed[first : first + 500]]
             start = time.thread_time()
             for group_id, member in piece:
                 reserve(group_id, member, version)
             self._took(start, len(piece))
         self.next_id += groups
-        self.running += pairs
+        self.running.extend(packed)
 
     def step(self) -> None:
         """Finish trajectories picked at random until the step is ready, train it, and replace what it trained."""
@@ -97,12 +99,12 @@ class Load:
         self.fill(len(trained))
 
     def _pick(self, count: int) -> list[tuple[int, int]]:
-        running, randrange = self.running, self.random.randrange
+        running, randrange, size = self.running, self.random.randrange, self.protocol.group_size
         picked = []
         for _ in range(count):
             place = randrange(len(running))
             running[place], running[-1] = running[-1], running[place]
-            picked.append(running.pop())
+            picked.append(divmod(running.pop(), size))
         return picked
 
     def _took(self, start: float, operations: int) -> None:
@@ -117,10 +119,6 @@ class Load:
         while self.operations < operations:
             self.step()
         return self.operations / self.busy_s
-
-
-def _pieces(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    return (pairs[start : start + 500] for start in range(0, len(pairs), 500))
 
 
 def _protocol_rate(batch_groups: int, group_size: int) -> float:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from staleflow.coordination.cost_model import CostModel
 
 FloatArray = npt.NDArray[np.float64]
+FOLDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Calibration:
 def fit(
     decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), source: str = "calibrated"
 ) -> Calibration:
-    """Fit on three quarters of the decode samples, report the error on every fourth, then fit on all.
+    """Fit on all decode samples; each is also held out once, with a quarter of the others, to report the error on it.
 
     Raises ValueError when the samples cannot tell the coefficients apart.
     """
@@ -59,15 +60,22 @@ def fit(
         raise ValueError(f"{len(decode)} decode samples with {sizes} n and {contexts} kv: 8 needed, with 3 of each")
     if any(s.seconds <= 0.0 or s.n < 1 for s in decode):
         raise ValueError("a decode sample with seconds <= 0 or n < 1: measure steps in which something runs")
-    ordered = sorted(decode, key=lambda s: (s.n, s.kv_tokens))
-    held_out = ordered[2::4]
-    seen = [s for i, s in enumerate(ordered) if i % 4 != 2]
-    tried = _fit_decode(seen)
-    errors = [abs(tried.step_s(s.n, s.kv_tokens) - s.seconds) / s.seconds for s in held_out]
-    model = _fit_decode(ordered)
+    errors = _held_out_errors(decode)
+    model = _fit_decode(decode)
     k6, k7 = _fit_prefill(prefill)
     final = CostModel(model.k1, model.k2, model.k3, model.k4, k6, k7, source)
-    return Calibration(final, float(np.median(errors)), len(held_out))
+    return Calibration(final, float(np.median(errors)), len(errors))
+
+
+def _held_out_errors(samples: Sequence[DecodeSample]) -> list[float]:
+    """Relative errors by cross-validation: quarters drawn at random, each predicted by a fit to the other three."""
+    order = np.random.default_rng(0).permutation(len(samples))
+    errors = []
+    for quarter in range(FOLDS):
+        tried = _fit_decode([samples[i] for at, i in enumerate(order) if at % FOLDS != quarter])
+        held_out = [samples[i] for at, i in enumerate(order) if at % FOLDS == quarter]
+        errors += [abs(tried.step_s(s.n, s.kv_tokens) - s.seconds) / s.seconds for s in held_out]
+    return errors
 
 
 def _fit_decode(samples: Sequence[DecodeSample]) -> CostModel:
@@ -88,9 +96,9 @@ def _fit_decode(samples: Sequence[DecodeSample]) -> CostModel:
 def _fit_prefill(samples: Sequence[PrefillSample]) -> tuple[float, float]:
     if not samples:
         return 0.0, 0.0
-    t = np.array([max(s.seconds, 1e-9) for s in samples], np.float64)
-    columns = np.array([(s.new_tokens, s.cached_tokens) for s in samples], np.float64) / t[:, None]
-    k, _ = _nonnegative(columns, np.ones_like(t))
+    t = np.array([s.seconds for s in samples], np.float64)  # absolute errors: short ones vanish beside a decode step
+    columns = np.array([(s.new_tokens, s.cached_tokens) for s in samples], np.float64)
+    k, _ = _nonnegative(columns, t)
     return float(k[0]), float(k[1])
 
 

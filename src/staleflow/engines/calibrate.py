@@ -1,8 +1,8 @@
 """`staleflow calibrate CONFIG`: measure a real vLLM instance, fit the cost model, write cost_model.toml.
 
-Sweeps the number of running trajectories and their context lengths; each measurement is the median of several decode
-steps, in an order drawn at random, so that a slow moment of the machine does not look like a coefficient. Prefill is
-what the first step of new requests takes beyond a decode step. One process, tensor-parallel 1.
+Sweeps the number of running trajectories and their context lengths. Each point is visited several times, in an order
+drawn at random, and counts with the median of its visits, so that a slow moment of the machine does not look like a
+coefficient. Prefill is what the first tokens of new requests take beyond a decode step. One process, tensor-parallel 1.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from staleflow.engines.base import Engine, Request
 from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
 from staleflow.jobs import preflight
 
-STEPS = 8  # decode steps per measurement
-WARM_STEPS = 3
-REPEATS = 2
+STEPS = 6  # decode steps per visit
+WARM_STEPS = 2
+VISITS = 5
+PREFILL_STEPS = 8  # at most, until all prompts of a point are computed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,21 +61,23 @@ def report(result: Calibration, out: Path) -> str:
 
 
 def measure(engine: Engine, config: Config) -> tuple[list[DecodeSample], list[PrefillSample]]:
-    """All points of the sweep, in random order, `REPEATS` times."""
-    points = [point for point in _sweep(config) for _ in range(REPEATS)]
-    random.Random(0).shuffle(points)
-    decode: list[DecodeSample] = []
-    prefill: list[PrefillSample] = []
-    _point(engine, 1, 8, config)  # the first steps of an engine are slower than all others
-    for n, context in points:
-        d, p = _point(engine, n, context, config)
-        decode.append(d)
-        prefill.append(p)
+    """One sample of each kind per point of the sweep."""
+    visits = [point for point in _sweep(config) for _ in range(VISITS)]
+    random.Random(0).shuffle(visits)
+    _visit(engine, 1, 8)  # the first steps of an engine are slower than all others
+    seen: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for n, context in visits:
+        seen.setdefault((n, context), []).append(_visit(engine, n, context))
+    decode, prefill = [], []
+    for (n, context), seconds in seen.items():
+        step_s, first_s = (statistics.median(one) for one in zip(*seconds, strict=True))
+        decode.append(DecodeSample(n, n * (context + WARM_STEPS + STEPS // 2), step_s))
+        prefill.append(PrefillSample(n * context, 0, max(0.0, first_s - step_s)))
     return decode, prefill
 
 
 def _sweep(config: Config) -> Iterator[tuple[int, int]]:
-    longest = config.rollout.max_model_len - STEPS - WARM_STEPS - 1
+    longest = config.rollout.max_model_len - STEPS - WARM_STEPS - PREFILL_STEPS
     contexts = sorted({max(2, longest * share // 8) for share in (1, 3, 5, 8)})
     n = 1
     while n <= config.rollout.max_running:
@@ -82,14 +85,17 @@ def _sweep(config: Config) -> Iterator[tuple[int, int]]:
         n *= 2
 
 
-def _point(engine: Engine, n: int, context: int, config: Config) -> tuple[DecodeSample, PrefillSample]:
+def _visit(engine: Engine, n: int, context: int) -> tuple[float, float]:
+    """Seconds of a decode step with `n` running, and of their first tokens together."""
     rng = random.Random(n * 1000 + context)
     for tid in range(n):
         tokens = [3 + rng.randrange(5) for _ in range(context)]
-        engine.add(Request(tid, tokens, STEPS + WARM_STEPS + 1, 1.0, ignore_eos=True))
-    began_s = time.perf_counter()
-    engine.step()
-    first_s = time.perf_counter() - began_s
+        engine.add(Request(tid, tokens, STEPS + WARM_STEPS + PREFILL_STEPS, 1.0, ignore_eos=True))
+    first_s, begun = 0.0, set[int]()
+    while len(begun) < n:  # an engine may take several steps to compute many prompts
+        began_s = time.perf_counter()
+        begun.update(delta.tid for delta in engine.step())
+        first_s += time.perf_counter() - began_s
     seconds = []
     for _ in range(WARM_STEPS + STEPS):
         began_s = time.perf_counter()
@@ -99,9 +105,7 @@ def _point(engine: Engine, n: int, context: int, config: Config) -> tuple[Decode
     while engine.busy():
         engine.step()
     engine.reset_prefix_cache()
-    step_s = statistics.median(seconds[WARM_STEPS:])
-    kv_tokens = n * (context + WARM_STEPS + STEPS // 2)
-    return DecodeSample(n, kv_tokens, step_s), PrefillSample(n * context, 0, max(0.0, first_s - step_s))
+    return statistics.median(seconds[WARM_STEPS:]), first_s
 
 
 def _engine(config: Config) -> Engine:
