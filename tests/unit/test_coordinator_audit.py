@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.checkpoint.recovery import Resume
+from staleflow.checkpoint.recovery import Kept, Resume
 from staleflow.config import load
+from staleflow.coordination.board import Phase
 from staleflow.coordination.coordinator import Coordinator
 from staleflow.coordination.cost_model import DEFAULT
-from staleflow.coordination.ledger import make_ledger
+from staleflow.coordination.ledger import Ledger, load_ledger, make_ledger
 from staleflow.coordination.policies import POLICIES
 from staleflow.coordination.types import pack_progress
 from staleflow.data.prompts import Prompt
@@ -29,7 +30,7 @@ from staleflow.roles import messages as m
 from staleflow.roles.auditing import MISMATCH_FILE, ShardAccount
 from staleflow.roles.checkpointing import Books
 from staleflow.roles.coordinator import CoordinatorRole
-from staleflow.trajectories.schema import Finish, group_and_member
+from staleflow.trajectories.schema import Finish, group_and_member, trajectory_id
 
 STEPS = 30
 SETTINGS = [
@@ -133,6 +134,9 @@ class FakeHost:
             for rank in self.trainers:
                 self.account.emit(m.StepDone(rank, message.header.step, {}, 0.1, 0.0))
             self.world.publish(message.header.step + 1)
+        elif isinstance(message, m.Reload):
+            for tid in message.score:
+                self._score(tid, self.world.rng)
 
     def _apply(self, instance: FakeInstance, name: str, id_: int, tids: list[int]) -> None:
         instance.applied = id_
@@ -148,23 +152,46 @@ class FakeHost:
 
 
 class World:
-    def __init__(self, root: Path, *overrides: str, policy: str = "staleflow") -> None:
+    """`lost`: another world, of which only what is durable is left: books, and whole payloads with their rewards."""
+
+    def __init__(self, root: Path, *overrides: str, policy: str = "staleflow", lost: World | None = None) -> None:
         overrides = (f'run.dir="{root}"', f"coordination.policy={policy}", *SETTINGS, *overrides)
         config = load("configs/demo.toml", overrides).model_copy(update={"evaluation": None})
-        config.run_dir.mkdir(parents=True)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
         s = config.staleness
         ledger = make_ledger(policy, batch_groups=s.batch_groups, group_size=s.group_size, eta=s.eta,
                              spare_members=s.spare_members)  # fmt: skip
+        resume = Resume(0, ledger, None)
+        if lost is not None:
+            resume = lost.left(load_ledger(policy, lost.ledger.dump()))
+            ledger = resume.ledger
         self.plan = plan(config, [Node(name, 3) for name in "abc"])
         self.core = Coordinator(config.coordination, ledger, DEFAULT, [])
+        if lost is not None:
+            state = lost.core.dump()
+            self.core.load(state | {"groups": [g for g in state["groups"] if g["id"] in resume.members]})
         books = Books(None, ledger.dump, lambda node, message: self.hosts[node].inbox.append(message))
         self.books, self.ledger, self.config, self.published = books, ledger, config, -1
         self.hosts = [FakeHost(self, node) for node in range(3)]
         watch = StopWatch(config.run_dir, {})
-        self.role = CoordinatorRole(config, self.plan, self.core, Prompts(), None, books, watch, Silence())
-        self.role.resume(Resume(0, ledger, None), lambda index: Prompt(index, "", np.zeros(1, np.int32), {}, 0))
-        self.publish(0)
+        self.role = CoordinatorRole(
+            config, self.plan, self.core, Prompts(), None, books, watch, Silence(), resume.version
+        )
+        self.role.resume(resume, lambda index: Prompt(index, "", np.zeros(1, np.int32), {}, 0))
+        self.publish(resume.version)
         self.rng, self.now_s = random.Random(0), 1.0
+
+    def left(self, ledger: Ledger) -> Resume:
+        members = {group_id: ledger.members(group_id) for group_id in ledger.outstanding()}
+        kept = {}
+        for group_id, there in members.items():
+            for member, (version, _) in there.items():
+                tid = trajectory_id(group_id, member)
+                reward, whole = self.role._rewards.get(tid), self.core._works[tid].phase is Phase.GENERATED
+                segments = ((version, 5),) if whole else ()
+                kept[tid] = Kept(0, 0, version, 1, 5 * whole, segments, int(Finish.STOP), whole, reward)
+        prompts = dict.fromkeys(members, 0)
+        return Resume(ledger.version, ledger, None, None, members, kept, prompts, self.role._next_group)
 
     def publish(self, version: int) -> None:
         if version > self.published:
@@ -204,6 +231,15 @@ def test_delayed_messages_of_several_hosts_are_no_mismatch(tmp_path: Path, polic
     counted = world.core.counters()["trajectories"]
     assert counted["consumed"] == STEPS * 8 and sum(counted["released"].values()) > 0
     assert not (world.config.run_dir / MISMATCH_FILE).exists()
+
+
+def test_after_a_resume_the_accounts_go_on_from_what_was_left(tmp_path: Path) -> None:
+    lost = World(tmp_path)
+    lost.until(lambda: lost.core.version == STEPS // 2 and len(lost.ledger.outstanding()) > 8)
+    again = World(tmp_path, lost=lost)
+    again.until(lambda: again.role.outcome)
+    assert again.role.outcome.status == "completed", again.role.outcome
+    assert again.core.counters()["trajectories"]["consumed"] == STEPS * 8
 
 
 def reserved(world: World) -> None:
