@@ -10,6 +10,10 @@ python=${STALEFLOW_PYTHON:-python}
 mpirun=${STALEFLOW_MPIRUN:-mpirun}
 ranks_per_node=$1
 shift
+command -v "$mpirun" >/dev/null || {
+    echo "mpirun.sh: $mpirun not found: load the site's MPI in launch/sites/*.env, or set STALEFLOW_MPIRUN" >&2
+    exit 2
+}
 
 nodes=${SLURM_JOB_NUM_NODES:-1}
 ranks=$((nodes * ranks_per_node))

@@ -67,6 +67,7 @@ wait_for "$child"
 # Slurm and torchrun end all ranks when one exits with a code; a stop with a checkpoint (85) is no failure, so the batch
 # script is told by a file. A later failure is mostly the consequence of the first: that file is made once (noclobber).
 if [ -n "${STALEFLOW_ATTEMPT:-}" ]; then
+    if [ "$rank" = 0 ]; then echo "$((code == 85 ? 0 : code))" >"$STALEFLOW_ATTEMPT/rank_0_ended"; fi
     if [ "$code" = 85 ]; then
         touch "$STALEFLOW_ATTEMPT/stopped"
         code=0

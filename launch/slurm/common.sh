@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154,SC2034 # the scripts set run_dir and max_requeues, and use overrides
+# shellcheck shell=bash disable=SC2154,SC2034 # the scripts set run_dir, max_requeues and survive, and use overrides
 # Sourced by the sbatch scripts, in the batch shell on the first node: meeting place, stop requests, requeue, verdict.
 
 # The address of the first node, and a port derived from the job's id on which nobody answers there.
@@ -50,10 +50,18 @@ run_and_wait() {
 }
 
 # srun's own code hides the failing rank's: the ranks noted the first one that ended, and the job the first cause.
+# With fault.survive_rollout other ranks may have died; then rank 0's word counts.
 finish() {
     local failed cause
+    if [ "$survive" = 1 ] && [ -s "$STALEFLOW_ATTEMPT/rank_0_ended" ]; then
+        read -r code <"$STALEFLOW_ATTEMPT/rank_0_ended"
+    fi
     cause=$(find "$run_dir" -path '*/attempt_*/first_failure.json' -newer "$STALEFLOW_ATTEMPT/started" -exec cat {} +)
     if [ -n "$cause" ]; then echo "staleflow: cause: $cause" >&2; fi
+    if [ "$survive" = 1 ] && [ "$code" = 0 ] && [ -s "$STALEFLOW_ATTEMPT/first_failure" ]; then
+        echo "staleflow: the job went on without: $(cut -d' ' -f2- "$STALEFLOW_ATTEMPT/first_failure")" >&2
+        rm "$STALEFLOW_ATTEMPT/first_failure"
+    fi
     if [ -s "$STALEFLOW_ATTEMPT/first_failure" ]; then
         read -r code failed <"$STALEFLOW_ATTEMPT/first_failure"
         echo "staleflow: first to end: $failed, exit code $code; logs: $run_dir/attempt_*/" >&2

@@ -137,6 +137,34 @@ class Observe(Section):
     audit_weights: bool = False  # keep every version's weights, for scoring segments again (tests)
 
 
+class Window(Section):
+    """Steps `[first, last]`, both included, on all ranks or on these. A rollout rank counts its versions as steps."""
+
+    steps: tuple[int, int]
+    ranks: Literal["all"] | tuple[int, ...] = "all"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Window:
+        if not 0 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps = {list(self.steps)}: write the first and the last step, e.g. [10, 12]")
+        return self
+
+    def wants(self, rank: int) -> bool:
+        return self.ranks == "all" or rank in self.ranks
+
+    @property
+    def ranks_text(self) -> str:
+        """`all` or `0,3,4`, as launch/nsys.sh reads it."""
+        return self.ranks if isinstance(self.ranks, str) else ",".join(map(str, self.ranks))
+
+
+class Profile(Section):
+    """Profilers for a few steps (docs/tuning.md)."""
+
+    nsys: Window | None = None  # Nsight Systems, through launch/nsys.sh
+    torch: Window | None = None  # torch.profiler
+
+
 class Config(Section):
     run: Run
     model: ModelSettings
@@ -153,6 +181,7 @@ class Config(Section):
     evaluation: Evaluation | None = None
     fault: Fault = Fault()
     observe: Observe = Observe()
+    profile: Profile = Profile()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -202,6 +231,12 @@ def _contradictions(c: Config) -> typing.Iterator[str]:
             f"staleness.batch_groups = {c.staleness.batch_groups}: {per_step} trajectories a step cannot be divided "
             f"over trainer.ranks = {c.trainer.ranks} x algorithm.updates_per_step = {c.algorithm.updates_per_step}; "
             "raise it"
+        )
+    if c.fault.survive_rollout and (not c.checkpoint.every_steps or c.coordination.policy in ("pace", "drop", "wait")):
+        yield (
+            f"fault.survive_rollout = true: what a lost node had finished is read back from its spool, which is kept "
+            f"with checkpoint.every_steps > 0 (now {c.checkpoint.every_steps}) and a policy with books (now "
+            f"{c.coordination.policy!r}); change these, or switch it off"
         )
     if c.algorithm.temperature not in (1.0, c.rollout.temperature):
         yield (

@@ -13,6 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mpirun lies beside the interpreter
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 CONFIG = """
@@ -36,13 +37,25 @@ max_model_len = 128
 
 
 def pytest_collection_modifyitems(config, items):
-    """They take minutes and change the machine's network: run only when asked for by name."""
+    """They take a quarter of an hour: all of them only when asked for by name, those marked `ci` always."""
     asked_for = "cluster" in config.option.markexpr or any("cluster" in argument for argument in config.args)
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
-            if not asked_for:
-                item.add_marker(pytest.mark.skip(reason="make test-cluster runs it"))
+            if not asked_for and item.get_closest_marker("ci") is None:
+                item.add_marker(pytest.mark.skip(reason="one of many: make test-cluster runs it"))
+
+
+def why_impossible() -> str | None:
+    """What this machine lacks for a virtual cluster, or None."""
+    if os.geteuid() != 0:
+        return "a virtual cluster needs root"
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    if missing := [tool for tool in ("slurmctld", "slurmd", "munged", "ip") if shutil.which(tool, path=path) is None]:
+        return f"{', '.join(missing)} not installed: make cluster-deps installs them"
+    command = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "mount", "-t", "tmpfs", "x", "/mnt"]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
 
 
 class Cluster:
@@ -69,6 +82,9 @@ class Cluster:
         text = self("scontrol", "show", "job", "-o", number)
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
+    def nodes_up(self) -> list[str]:
+        return self("sinfo", "-h", "-N", "-t", "idle,alloc,mix", "-o", "%N").split()
+
     def wait(self, number: str, limit_s: float = 120) -> dict[str, str]:
         """Wait until a job has ended for good."""
         end_s = time.monotonic() + limit_s
@@ -82,10 +98,8 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster():
-    if os.geteuid() != 0:
-        pytest.skip("a virtual cluster needs root")
-    if shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") is None:
-        pytest.skip("Slurm is not installed: make test-cluster installs it")
+    if (why := why_impossible()) is not None:
+        pytest.skip(why)
     # A short path of its own: unix sockets lie below it.
     with tempfile.TemporaryDirectory(prefix="vc") as folder:
         conf = Path(folder) / "conf"
@@ -125,7 +139,7 @@ def submit(cluster, tmp_path):
             *("--python", str(HERE / "probe"), *flags),
             PROBE_PYTHON=sys.executable,
             PYTHONPATH=str(ROOT / "src"),
-            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            PATH=PATH,
         )
         return answer.split()[3], run_dir
 

@@ -76,7 +76,7 @@ class Board:
 
 def fake_job(tmp_path, board, node):
     plan = SimpleNamespace(nodes=[SimpleNamespace(name="node1"), SimpleNamespace(name="node2")], hosts=(0, 3))
-    fault = SimpleNamespace(start_timeout_s=10.0)
+    fault = SimpleNamespace(start_timeout_s=10.0, survive_rollout=False)
     return SimpleNamespace(
         run_dir=tmp_path, attempt=0, plan=plan, config=SimpleNamespace(fault=fault), me=SimpleNamespace(node=node),
         post=board.post, read=board.read,

@@ -106,6 +106,11 @@ def test_submit_hands_script_and_resolved_config_to_sbatch(config_file, tmp_path
         (["rollout.instances=1", "rollout.tensor_parallel=3", "--nodes", "2"], ["tensor_parallel = 3"]),
         (["--nodes", "2", "--site", "moon"], ["--site moon", "infiniband"]),
         (["rollout.instnces=1", "--nodes", "2"], ["instnces", "did you mean"]),
+        (
+            ["fault.survive_rollout=true", "checkpoint.every_steps=5", "--nodes", "2", "--launcher", "torchrun"],
+            ["fault.survive_rollout", "--launcher srun"],
+        ),
+        (["fault.survive_rollout=true", "--nodes", "2"], ["checkpoint.every_steps > 0"]),
         (["--nodes", "2", "--launch-dir", "/nowhere", "--site", "job.toml"], ["--launch-dir"]),
     ],
 )

@@ -27,10 +27,23 @@ def describe(config: Config, plan: JobPlan) -> str:
         own = "  (their own world)" if group.default else ""
         lines.append(f"  {group.name:<12} ranks {_ranges(group.ranks)}{own}")
     lines.append(f"relays  ranks {_ranges(plan.relays)} land each version in their node's store")
+    if config.fault.survive_rollout:
+        lines += _survived(plan)
     lines.append("memory, estimated from the model's shape")
     lines += [f"  {line}" for line in memory.describe(config)]
     lines += [f"warning: {line}" for line in sampling.warnings_of(config)]
     return "\n".join(lines)
+
+
+def _survived(plan: JobPlan) -> list[str]:
+    """What the job goes on without, and which relay then takes a lost one's place in the chain."""
+    hosts = tuple(plan.hosts[n] for n in plan.expendable_nodes)
+    lines = [
+        f"survives a lost rollout instance, and lost nodes of hosts {_ranges(hosts) or '-'}; not the last instance"
+    ]
+    for relay in [rank for rank in plan.relays if rank in hosts][:SHOWN_NODES]:
+        lines.append(f"  relay {relay} lost: rank {plan.substitute(relay)} in its place")
+    return lines
 
 
 def _role(r: RankPlan) -> str:

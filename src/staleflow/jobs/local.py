@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from staleflow.config import Config
+from staleflow.jobs.plan import plan, spread
+from staleflow.jobs.slurm import LAUNCH
 from staleflow.jobs.stop import STOP_FILE, STOPPED
 
 REFUSED = 2
@@ -24,11 +26,13 @@ REFUSED = 2
 
 def run_here(config: Config, arguments: Sequence[str]) -> int:
     """Run `staleflow run ARGUMENTS` on 1 + trainer + rollout ranks of this machine; returns the exit code."""
+    wrapper, environment = _under_nsys(config) if config.profile.nsys else ([], {})
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(1 + config.device_ranks),
-        "--no-python", sys.executable, "-m", "staleflow", "run", *arguments,
+        "--no-python", *wrapper, sys.executable, "-m", "staleflow", "run", *arguments,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "STALEFLOW_LOCAL": "1"}
+    environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "STALEFLOW_LOCAL": "1"}
+    environment = os.environ | environment
     # A session of its own: Ctrl-C reaches this process only, which passes it on once.
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     received: list[int] = []
@@ -50,6 +54,20 @@ def run_here(config: Config, arguments: Sequence[str]) -> int:
     if _exit_code_of(config, started_s) == STOPPED:
         return STOPPED
     return code if code in (0, REFUSED) else 1
+
+
+def _under_nsys(config: Config) -> tuple[list[str], dict[str, str]]:
+    """What starts the wanted ranks under Nsight Systems, and what it has to know."""
+    window = config.profile.nsys
+    assert window is not None
+    config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    plan_file = config.run_dir / "plan.json"
+    plan_file.write_text(json.dumps(plan(config, spread(config, 1)).to_json()))
+    environment = {
+        "NSYS_RANKS": window.ranks_text, "NSYS_DIR": str(config.run_dir / "trace"), "NSYS_PLAN": str(plan_file),
+        "NSYS_RANGE": "1",
+    }  # fmt: skip
+    return [str(LAUNCH / "nsys.sh")], environment
 
 
 def _exit_code_of(config: Config, since_s: float) -> int | None:

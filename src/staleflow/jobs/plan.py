@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from staleflow.config import Config, ConfigError
-from staleflow.trajectories.schema import record_bytes
+from staleflow.trajectories.sizes import record_bytes
 
 Role = Literal["host", "trainer", "rollout"]
 DOWN_RECORD_SHARE = 8  # a ring's largest record is capacity / 8 (csrc)
@@ -94,6 +94,18 @@ class JobPlan:
 
     def host_of(self, rank: int) -> int:
         return self.hosts[self.ranks[rank].node]
+
+    @property
+    def expendable_nodes(self) -> tuple[int, ...]:
+        """Nodes without which a job can go on: neither rank 0's nor one with trainers."""
+        needed = {0} | {r.node for r in self.ranks if r.role == "trainer"}
+        return tuple(n for n in range(len(self.nodes)) if n not in needed)
+
+    def substitute(self, relay: int) -> int | None:
+        """The relay that takes a lost one's place in the chain: the next one, which the one before it then feeds."""
+        place = self.relays.index(relay)
+        others = self.relays[place + 1 :] + self.relays[:place]
+        return others[0] if others else None
 
     def rings_of(self, rank: int) -> Rings:
         return self.trainer_rings if self.ranks[rank].role == "trainer" else self.rollout_rings

@@ -24,6 +24,7 @@ from staleflow.config import Config, ConfigError, dumps
 from staleflow.jobs.bootstrap import listen
 from staleflow.jobs.env import LaunchInfo
 from staleflow.jobs.plan import JobPlan, Node, RankPlan, plan
+from staleflow.jobs.security import private_directory
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,6 +46,7 @@ class Job:
     nodes_of: tuple[dict[str, Any], ...]  # per rank: {"host", "local_rank", "pid"}
     groups: dict[str, Any] = field(default_factory=dict)
     signal: int = 0
+    left_out: set[int] = field(default_factory=set)  # ranks that the job goes on without
 
     @property
     def me(self) -> RankPlan:
@@ -69,7 +71,8 @@ class Job:
         if self.rank not in ranks:
             return None
         if name not in self.groups:
-            store = dist.PrefixStore(f"group/{name}", self.store)
+            # A connection of its own: whoever makes a group late, in a thread, must not block the others' calls.
+            store = dist.PrefixStore(f"group/{name}", self.store.clone())
             self.groups[name] = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
         return self.groups[name]
 
@@ -127,6 +130,8 @@ class Job:
 
     def alive(self, rank: int) -> bool:
         """Whether a rank of this node still runs; True for ranks of other nodes (their host watches them)."""
+        if rank in self.left_out:
+            return False
         there = self.nodes_of[rank]
         if there["host"] != self.nodes_of[self.rank]["host"]:
             return True
@@ -213,7 +218,7 @@ def _read_world(store: Any, timeout: timedelta, rank: int) -> dict[str, Any]:
 
 def _open_attempt(run_dir: Path) -> int:
     """Number and folder of this attempt at the run: the first free one."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    private_directory(run_dir)
     attempt = 1 + max((int(p.name.removeprefix("attempt_")) for p in run_dir.glob("attempt_*")), default=-1)
     (run_dir / f"attempt_{attempt}").mkdir()
     return attempt

@@ -44,6 +44,7 @@ class JobScript:
     stop_before_s: int = 300
     max_requeues: int = 100
     survive_rollout: bool = False
+    nsys_ranks: str | None = None  # ranks to start under Nsight Systems: "all" or "0,3"
     options: tuple[str, ...] = ()  # more options for sbatch, each as `--name=value`
 
     @property
@@ -64,6 +65,7 @@ def render_sbatch(job: JobScript) -> str:
         "RANKS": str(job.nodes * job.ranks_per_node),
         "RANKS_PER_NODE": str(job.ranks_per_node),
         "KILL_ON_BAD_EXIT": "0" if job.survive_rollout else "1",
+        "NO_KILL": " --no-kill" if job.survive_rollout else "",
     }
     text = template.read_text()
     for name, value in values.items():
@@ -85,6 +87,8 @@ def _directives(job: JobScript) -> list[str]:
     ]
     if job.exclusive:
         lines += ["--exclusive", "--mem=0"]
+    if job.survive_rollout:
+        lines.append("--no-kill")  # Slurm leaves the job alone when a node fails
     if job.gpus_per_node:
         lines.append(f"--gpus-per-node={job.gpus_per_node}")
     lines += [f"--{key}={value}" for key, value in (("time", job.time), ("partition", job.partition)) if value]
@@ -97,14 +101,27 @@ def _settings(job: JobScript) -> list[str]:
         "run_dir": job.run_dir,
         "config": job.folder / "config.toml",
         "max_requeues": job.max_requeues,
+        "survive": int(job.survive_rollout),
     }
     return [
         *(f"{name}={shlex.quote(str(value))}" for name, value in quoted.items()),
         f"export STALEFLOW_PYTHON={shlex.quote(job.python)}",
+        *([f"export {_nsys(job)}"] if job.nsys_ranks else []),
         "SITE_SRUN=() SITE_WRAP=() # the site's flags for srun, and a command around each rank",
         "# shellcheck source=/dev/null",
         f"source {shlex.quote(str(job.site))}",
     ]
+
+
+def _nsys(job: JobScript) -> str:
+    """What launch/nsys.sh reads; the ranks themselves say when the capture begins and ends (`observe.profiling`)."""
+    values = {
+        "NSYS_RANKS": job.nsys_ranks,
+        "NSYS_DIR": job.run_dir / "trace",
+        "NSYS_PLAN": job.folder / "plan.json",
+        "NSYS_RANGE": 1,
+    }
+    return " ".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
 def ranks_per_node(config: Config, nodes: int) -> int:
@@ -159,6 +176,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _job(arguments: argparse.Namespace, config: Config) -> JobScript:
+    if config.fault.survive_rollout and arguments.launcher != "srun":
+        raise ConfigError(
+            f"fault.survive_rollout = true: {arguments.launcher} ends all ranks when one dies; use --launcher srun, or "
+            "switch it off"
+        )
     ranks = ranks_per_node(config, arguments.nodes)
     launch_dir = arguments.launch_dir.resolve()
     site = arguments.site if arguments.site.exists() else launch_dir / "sites" / f"{arguments.site}.env"
@@ -182,6 +204,7 @@ def _job(arguments: argparse.Namespace, config: Config) -> JobScript:
         stop_before_s=arguments.stop_before,
         max_requeues=arguments.max_requeues,
         survive_rollout=config.fault.survive_rollout,
+        nsys_ranks=config.profile.nsys.ranks_text if config.profile.nsys else None,
         options=tuple(arguments.sbatch),
     )
 

@@ -10,7 +10,7 @@ them to the wall clock.
     ["i", name, track, time_ns, {args}]                   an instant
     ["d", count]                                          notes that were dropped because the disk was too slow
 
-On the track "main" spans nest and tell what the rank's loop did; on "trajectories" they overlap freely.
+On the track "main" spans nest and tell what the rank's loop did; on "trajectories" and "rewards" they overlap freely.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import msgspec
 
 from staleflow.observe.nvtx import open_ranges
 
-GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT = "generate", "reward", "pack", "train", "push", "pull", "wait"
-VERBS = (GENERATE, REWARD, PACK, TRAIN, PUSH, PULL, WAIT)
-MAIN, TRAJECTORIES = "main", "trajectories"
+GENERATE, REWARD, PACK, PUSH, PULL, WAIT = "generate", "reward", "pack", "push", "pull", "wait"
+TRAIN, FORWARD_BACKWARD = "train", "forward/backward"  # a step, and in it each micro-batch
+VERBS = (GENERATE, REWARD, PACK, TRAIN, FORWARD_BACKWARD, PUSH, PULL, WAIT)
+MAIN, TRAJECTORIES, REWARDS = "main", "trajectories", "rewards"
+OVERLAPPING = (TRAJECTORIES, REWARDS)
 
 _FLUSH_S = 1.0
 _CAPACITY = 1 << 16
@@ -54,7 +56,7 @@ class Spans:
         offset_ns: int = 0,
     ) -> None:
         self.on = directory is not None
-        self._notes: deque[tuple[Any, ...]] = deque(maxlen=_CAPACITY)
+        self._notes: deque[tuple[Any, ...] | dict[str, Any]] = deque(maxlen=_CAPACITY)
         self._state: tuple[str, int, dict[str, Any]] | None = None
         self.ranges = open_ranges()  # the same for a profiler, if one started this process
         self._state_range: Any = None
@@ -65,11 +67,12 @@ class Spans:
             return
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = (directory / f"rank_{rank}.jsonl").open("ab")
-        header = {
+        self._header: dict[str, Any] = {
             "rank": rank, "role": role, "instance": instance, "attempt": attempt, "host": socket.gethostname(),
-            "boot": _boot_id(), "mono_ns": time.perf_counter_ns(), "wall_ns": time.time_ns(), "offset_ns": offset_ns,
+            "boot": _boot_id(), "offset_ns": offset_ns,
         }  # fmt: skip
-        self._file.write(b"\n" + msgspec.json.encode(header) + b"\n")  # a kill may have torn the line before
+        # A kill may have torn the line before.
+        self._file.write(b"\n" + msgspec.json.encode(self._header | _clocks()) + b"\n")
         self._thread = threading.Thread(target=self._write_on, name="spans", daemon=True)
         self._thread.start()
 
@@ -105,6 +108,12 @@ class Spans:
     def instant(self, name: str, track: str = MAIN, **args: Any) -> None:
         if self.on:
             self._note(("i", name, track, time.perf_counter_ns(), args))
+
+    def align(self, offset_ns: int) -> None:
+        """This machine's wall clock minus rank 0's has been measured (better): a new header says so."""
+        if self.on:
+            self._header["offset_ns"] = offset_ns
+            self._notes.append(self._header | _clocks())
 
     def close(self) -> None:
         """Write what is left; may be called twice."""
@@ -176,6 +185,10 @@ class _Untimed(Block):
 
 
 _UNTIMED = _Untimed()
+
+
+def _clocks() -> dict[str, int]:
+    return {"mono_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
 
 
 def _boot_id() -> str:

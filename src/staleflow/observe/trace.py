@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.observe.spans import TRAJECTORIES
+from staleflow.observe.spans import OVERLAPPING, TRAJECTORIES
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,16 @@ def _lines(path: Path) -> Iterator[Any]:
 def _anchors(headers: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Nanoseconds from each machine's monotonic clock to rank 0's wall clock.
 
-    One anchor serves a machine, the one of its lowest rank: its processes share the monotonic clock, so reading the
-    wall clock again in each could only add noise. Where the clocks of machines differ, `offset_ns` says by how much.
+    One anchor serves a machine, the last one of its lowest rank, which is its host: its processes share the monotonic
+    clock, so reading the wall clock again in each could only add noise. Where the clocks of machines differ,
+    `offset_ns` says by how much; hosts measure it better and better.
     """
     anchors: dict[str, tuple[int, int]] = {}
     for header in headers:
         to_wall = header["wall_ns"] - header["offset_ns"] - header["mono_ns"]
-        mine = (header["rank"], to_wall)
-        anchors[header["boot"]] = min(anchors.get(header["boot"], mine), mine)
+        rank, _ = anchors.get(header["boot"], (header["rank"], 0))
+        if header["rank"] <= rank:
+            anchors[header["boot"]] = header["rank"], to_wall
     return {boot: to_wall for boot, (_, to_wall) in anchors.items()}
 
 
@@ -153,8 +155,8 @@ def chrome_events(traces: list[RankTrace]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_sort_index", "pid": trace.rank, "tid": 0, "args": {"sort_index": trace.rank}}
         threads: dict[str, int] = {}
         for track in sorted({span.track for span in trace.spans}, key=lambda name: (name != "main", name)):
-            for lane, span in lanes(trace.on(track)) if track == TRAJECTORIES else ((0, s) for s in trace.on(track)):
-                name = f"{track} {lane:02}" if track == TRAJECTORIES else track
+            for lane, span in lanes(trace.on(track)) if track in OVERLAPPING else ((0, s) for s in trace.on(track)):
+                name = f"{track} {lane:02}" if track in OVERLAPPING else track
                 if name not in threads:
                     threads[name] = len(threads) + 1
                     yield _meta("thread_name", trace.rank, threads[name], name)

@@ -89,7 +89,7 @@ class Checkpointing:
         took: Callable[[float], None],
         start_version: int,
     ) -> None:
-        self._c, self._trainers, self._nodes, self._books = config, tuple(trainers), nodes, books
+        self._c, self._trainers, self._nodes, self._books = config, tuple(trainers), list(range(nodes)), books
         self._state, self._note, self._took = state, note, took
         self._save: _Save | None = None
         self.seen_version = start_version  # of the last checkpoint that was taken, or asked for in vain
@@ -117,7 +117,7 @@ class Checkpointing:
         """Take a checkpoint now; the trainers must be between two steps, and no other may be under way."""
         assert self._save is None
         self.seen_version = version
-        waiting = {f"rank {rank} (trainer)" for rank in self._trainers} | {f"node {n}" for n in range(self._nodes)}
+        waiting = {f"rank {rank} (trainer)" for rank in self._trainers} | {f"node {n}" for n in self._nodes}
         try:
             folder = layout.begin(self._c.run_dir, version)
             mark = self._books.mark()
@@ -125,7 +125,7 @@ class Checkpointing:
             self._note(f"checkpoint of version {version} not begun: {error}")
             return
         self._save = _Save(version, folder, mark, self._state(mark.state), now_s, waiting)
-        for node in range(self._nodes):
+        for node in self._nodes:
             self._books.send(node, m.Save(version, str(folder)))
 
     def on(self, message: m.Saved | m.NodeSaved | m.SaveFailed) -> None:
@@ -142,6 +142,13 @@ class Checkpointing:
                 save.waiting -= {f"rank {rank} (trainer)"} if rank in self._trainers else {
                     w for w in save.waiting if w.startswith("node")
                 }  # fmt: skip
+
+    def leave_out(self, node: int) -> None:
+        """A node is gone: what it held is not in a checkpoint that still waits for it."""
+        self._nodes.remove(node)
+        if self._save is not None and f"node {node}" in self._save.waiting:
+            self._save.error = self._save.error or f"node {node} is gone"
+            self._save.waiting = {w for w in self._save.waiting if not w.startswith("node")}
 
     def turn(self, now_s: float) -> None:
         """Go on with the checkpoint that is being written. Never waits."""
@@ -174,15 +181,11 @@ class Checkpointing:
     def _settle(self, save: _Save, now_s: float) -> None:
         self.saved = save.place
         self._books.compact(save.mark)
-        for node in range(self._nodes):
+        for node in self._nodes:
             self._books.send(node, m.Settle(save.version))
         seconds = time.monotonic() - save.began_s
         self._took(seconds)
         self._note(f"checkpoint of version {save.version} in {seconds:.1f} s")
-
-    def waited_for(self) -> str:
-        """What the checkpoint waits for, in words; empty when there is none."""
-        return ", ".join(sorted(self._save.waiting)) or "the disk" if self._save is not None else ""
         self._choose_best()
 
     def evaluated(self, version: int, mean: float) -> None:
@@ -200,3 +203,7 @@ class Checkpointing:
             if mean is not None and (before is None or mean > before[1]):
                 layout.mark_best(self._c.run_dir, place, mean)
                 self._note(f"{place.name} is the best checkpoint so far: {mean:.3f} on held-out prompts")
+
+    def waited_for(self) -> str:
+        """What the checkpoint waits for, in words; empty when there is none."""
+        return ", ".join(sorted(self._save.waiting)) or "the disk" if self._save is not None else ""

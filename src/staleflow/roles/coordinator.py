@@ -36,6 +36,7 @@ from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.stopping import OrderedStop
+from staleflow.roles.survival import Holdings, Survival
 from staleflow.trajectories.schema import group_and_member
 
 CHECKPOINT_SHARE = 0.6  # of the grace time: what a checkpoint may take; the rest is for leaving
@@ -96,6 +97,13 @@ class CoordinatorRole:
             start_version,
         )  # fmt: skip
         self._stop = OrderedStop(core, self._checkpointing, self._command, lambda *how: self._end(Outcome(*how)))
+        holdings = Holdings(
+            self._generated, self._holder, self._known_on, self._copies, self._stored, self._store_nodes
+        )  # fmt: skip
+        self.survival = Survival(
+            config, job_plan, core, holdings, self._checkpointing, evaluations, books.send, self._prompt_message,
+            observer.note,
+        )  # fmt: skip
 
     # ---- the turn ----------------------------------------------------------------------------------------------------
 
@@ -149,17 +157,28 @@ class CoordinatorRole:
                 self.accounts.probe(message, trainer=rank in self._plan.trainers)
             case m.Payload(tid=tid, node=target):
                 self._send(target, message)
-                self._holder[tid] = target
-                self._copies.setdefault(tid, set()).add(target)
+                if message.record and not self.survival.gone(target):
+                    self._holder[tid] = target
+                    self._copies.setdefault(tid, set()).add(target)
             case m.Saved() | m.NodeSaved() | m.SaveFailed():
                 self._progress_s = now_s
                 self._checkpointing.on(message)
             case m.Lost(rank=rank, reason=reason):
-                self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
+                if not self.survival.rank_lost(rank, reason, bool(self._waiting_ready)):
+                    self.fail(f"rank {rank} ({self._role_of(rank)}) is lost: {reason}")
             case m.Failed(rank=rank, error=error):
-                self._cause.failed(f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
+                if not self.survival.rank_lost(rank, error, bool(self._waiting_ready)):
+                    self._cause.failed(f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
+            case m.RelayStopped(node=stopped, why=why):
+                if not self.survival.relay_stopped(why, now_s):
+                    self._cause.failed(f"rank {self._plan.hosts[stopped]} (host) failed: {why}", now_s)
             case m.StopRequested(rank=rank, signal=number):
                 self._cause.signalled(number, f"signal {number} at rank {rank} ({self._role_of(rank)})", now_s)
+
+    def node_lost(self, node: int, why: str, now_s: float) -> None:
+        """The link to a node that may be expendable is gone."""
+        if not self.survival.node_lost(node, why, now_s, bool(self._waiting_ready)):
+            self.fail(why)
 
     def _role_of(self, rank: int) -> str:
         return self._plan.ranks[rank].role
@@ -496,6 +515,8 @@ class CoordinatorRole:
                 self._obey(number, reason)
             case str(reason):
                 self.fail(reason)
+        if (why := self.survival.turn(now_s)) is not None:
+            self.fail(why)
         limit_s = self._c.fault.start_timeout_s if self._waiting_ready else self._c.fault.no_progress_s
         if now_s - self._progress_s < limit_s:
             return
@@ -511,6 +532,8 @@ class CoordinatorRole:
             return f"the checkpoint: {self._checkpointing.waited_for()}"
         if self._training is not None:
             return f"the trainer, at step {self._training.step}"
+        if self._final_evaluation:
+            return "the evaluation"
         waited = Counter("rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for())
         if waited:
             return ", ".join(f"{n} trajectories at {where}" for where, n in waited.most_common(4))

@@ -45,6 +45,7 @@ class Round:
         the noise of one. `newest_version` is above `version` where an instance was ahead.
         """
         by_group: dict[int, list[float]] = {}
+        by_member: dict[int, list[float]] = {}
         for tid, reward in self.rewards.items():
             if reward is not None:
                 group_id, member = group_and_member(tid)
@@ -56,8 +57,8 @@ class Round:
         passes = [(len(values), sum(value > PASSES for value in values)) for values in by_group.values()]
         return {
             "version": float(self.version),
-            "mean": mean,
             "newest_version": float(max(self.versions, default=self.version)),
+            "mean": mean,
             "stderr": math.sqrt(variance / max(1, len(means))),
             **{f"pass@{k}": _mean([pass_at(k, n, c) for n, c in passes if n >= k]) for k in _powers(samples)},
             **{f"sample_{member}": _mean(values) for member, values in sorted(by_member.items())},
@@ -106,6 +107,14 @@ class Evaluations:
     def waits_for(self, group_id: int) -> bool:
         """Whether an answer to this prompt is still to come."""
         return any(self._round_of(trajectory_id(group_id, member)) for member in range(self.samples))
+
+    def unanswered(self) -> list[tuple[int, Prompt, int]]:
+        """(tid, prompt, version of its round) of every answer that is still to come."""
+        return [
+            (tid, self.prompts[group_and_member(tid)[0] - r.first_group], r.version)
+            for r in self._rounds
+            for tid in sorted(r.pending)
+        ]
 
     def _round_of(self, tid: int) -> Round | None:
         return next((r for r in self._rounds if tid in r.pending), None)

@@ -78,7 +78,7 @@ class Host:
         self._spooling = spooling
         self._saving: _Saving | None = None
         self._by_rank = {link.plan.rank: link for link in links}
-        self._from_relay: SimpleQueue[m.Stored | m.Failed] = SimpleQueue()
+        self._from_relay: SimpleQueue[m.Stored | m.RelayStopped] = SimpleQueue()
         self._last_liveness_s = 0.0
         self.stopping: m.Stop | None = None
         self.steps = self.trained = 0  # train steps carried out, records handed over in them
@@ -112,7 +112,7 @@ class Host:
 
     def on_relay_error(self, error: BaseException) -> None:
         """Called from one of the relay's threads."""
-        self._from_relay.put(m.Failed(self._s.rank, f"the relay of node {self._s.node} stopped: {error}"))
+        self._from_relay.put(m.RelayStopped(self._s.node, f"the relay of node {self._s.node} stopped: {error}"))
 
     # ---- from the device ranks ---------------------------------------------------------------------------------------
 
@@ -143,7 +143,13 @@ class Host:
             return
         elif isinstance(report, m.Failed):
             link.gone = True
+            self._spooling.tell_after(report)
+            return
         self._emit(report)
+
+    def adopt(self, tid: int, payload: Any) -> None:
+        """A finished trajectory of a node that is gone counts as this node's own."""
+        self._finished(tid, payload)
 
     def _finished(self, tid: int, payload: Any) -> None:
         """Keep it, tell of it as soon as it is durable, have it scored."""
@@ -185,7 +191,7 @@ class Host:
                 link.gone = True
                 self._drain(link)  # what it had published before it died is whole
                 if self.stopping is None:
-                    self._emit(m.Lost(link.plan.rank, "its process has died"))
+                    self._spooling.tell_after(m.Lost(link.plan.rank, "its process has died"))
 
     # ---- from the coordinator ----------------------------------------------------------------------------------------
 
@@ -206,17 +212,17 @@ class Host:
             case m.Forward(tids=tids, node=node):
                 for tid in tids:
                     record = self._server.get(tid)
-                    if record is not None:
-                        self._emit(m.Payload(tid, node, bytes(record)))
+                    self._emit(m.Payload(tid, node, b"" if record is None else bytes(record)))
             case m.Payload(tid=tid, record=record):
-                self._server.put(tid, record)
+                if record:
+                    self._server.put(tid, record)
             case m.Stop(code=code):
                 self.stopping = message
                 for link in self.links:
                     link.stop(code or 1)
 
     def _command(self, message: m.Commands) -> None:
-        self._learn(message.prompts)
+        self.learn(message.prompts)
         for plain in message.commands:
             name, id_, instance, tids, _ = plain
             encoded = m.encode(plain)
@@ -226,13 +232,14 @@ class Host:
                         link.send(Kind.PAYLOAD, self._start_record(tid), tid)
                 link.send(Kind.COMMAND, encoded, id_)
 
-    def _learn(self, prompts: Sequence[m.PromptMessage]) -> None:
+    def learn(self, prompts: Sequence[m.PromptMessage]) -> None:
+        """What starts and scores the members of these groups."""
         for p in prompts:
             self._server.add_prompt(p.group_id, PromptEntry(p.tokens, p.text, p.reference, p.index))
 
     def _reload(self, prompts: Sequence[m.PromptMessage], score: Sequence[int]) -> None:
         """After a resume: what was restored gets its prompts; what was generated but not rewarded is scored again."""
-        self._learn(prompts)
+        self.learn(prompts)
         for tid in score:
             self._score(tid, decode(self._record(tid)))
 

@@ -22,12 +22,14 @@ import zmq
 from staleflow.jobs import security
 from staleflow.jobs.runtime import Job, StartError
 from staleflow.jobs.security import Inbox, Outbox, client_socket, server_socket
+from staleflow.observe.clock import ClockOffset
 from staleflow.observe.logs import attempt_dir
 from staleflow.roles import messages as m
 
 BEAT_S = 1.0
 SILENT_S = 15.0
 BEAT = b""
+OVERTAKING = (m.Stop, m.LeaveOut, m.Adopt, m.Regroup)
 
 T = TypeVar("T")
 
@@ -53,38 +55,41 @@ class _Link(Generic[T]):
             if (accepted := self.inbox.take(self._socket.recv_multipart())) is None:
                 continue
             peer, message = accepted
+            if peer not in self._peers:
+                continue  # what a node that was given up still says
             self._peers[peer].heard_s = time.monotonic()
             if message is not None:
                 taken.append((peer, message))
         if lost := self.inbox.counters["lost"]:
-            self._fail(f"{lost} messages between hosts went missing")
+            self.failure = self.failure or f"{lost} messages between hosts went missing"
         self._look_after_peers(time.monotonic())
         return taken
 
     def _look_after_peers(self, now_s: float) -> None:
-        for name, peer in self._peers.items():
+        for name, peer in list(self._peers.items()):
             silence_s = now_s - peer.heard_s
             if silence_s > SILENT_S:
-                self._fail(f"{peer.name} has been silent for {silence_s:.0f} s: its node or the network is gone")
+                self._gone(name, f"{peer.name} has been silent for {silence_s:.0f} s: its node or the network is gone")
             elif now_s - peer.said_s > BEAT_S:
                 self._say(name, BEAT)
 
     def _say(self, name: bytes, payload: bytes) -> None:
-        if self.failure is not None:
-            return  # the job is ending; nobody may wait for a lost peer
+        if self.failure is not None or name not in self._peers:
+            return  # the job is ending, or goes on without this peer: nobody may wait for it
         peer = self._peers[name]
         peer.said_s = time.monotonic()
         address = [name] if name else []
         try:
             self._socket.send_multipart([*address, *peer.outbox.frames(payload)], zmq.NOBLOCK)
         except zmq.Again:
-            self._fail(f"{peer.name} takes no more messages ({security.QUEUED_MESSAGES} wait for it)")
+            self._gone(name, f"{peer.name} takes no more messages ({security.QUEUED_MESSAGES} wait for it)")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._fail(f"{peer.name} has closed its connection: that process is gone")
+            self._gone(name, f"{peer.name} has closed its connection: that process is gone")
 
-    def _fail(self, why: str) -> None:
+    def _gone(self, name: bytes, why: str) -> None:
+        """A peer is lost, and the link with it."""
         self.failure = self.failure or why
 
 
@@ -103,6 +108,8 @@ class HostLinks(_Link[m.ToCoordinator]):
         decode = m.decode_to_coordinator
         super().__init__(self._server.socket, Inbox(lambda b: decode(b) if b else None, self._nodes.keys()), peers)
         self._early: list[tuple[bytes, m.ToCoordinator]] = []
+        self._expendable = job.plan.expendable_nodes if job.config.fault.survive_rollout else ()
+        self._lost: list[tuple[int, str]] = []
         job.post("coordinator", self._server.address)
         self._meet(job.config.fault.start_timeout_s)
 
@@ -125,13 +132,31 @@ class HostLinks(_Link[m.ToCoordinator]):
             peer.heard_s = time.monotonic()
 
     def receive(self) -> list[tuple[int, m.ToCoordinator]]:
-        """(node, message) of all other hosts."""
+        """(node, message) of all other hosts. Questions about the time are answered at once."""
         early, self._early = self._early, []
-        return [(self._nodes[name], message) for name, message in [*early, *self._receive()]]
+        taken = []
+        for name, message in [*early, *self._receive()]:
+            if isinstance(message, m.ClockAsked):
+                self._say(name, m.encode(m.ClockTold(message.asked_ns, time.time_ns())))
+            else:
+                taken.append((self._nodes[name], message))
+        return taken
 
     def send(self, node: int, message: m.ToHost) -> None:
         """To the host of another node; nothing once the link has a failure."""
         self._say(_name(node), m.encode(message))
+
+    def lost(self) -> list[tuple[int, str]]:
+        """(node, why) of nodes that are gone and that the job may survive, since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _gone(self, name: bytes, why: str) -> None:
+        node = self._nodes[name]
+        if node not in self._expendable:
+            super()._gone(name, why)
+        elif self._peers.pop(name, None) is not None:
+            self._lost.append((node, why))
 
     @property
     def counters(self) -> dict[str, int]:
@@ -144,9 +169,10 @@ class HostLinks(_Link[m.ToCoordinator]):
 
 
 class CoordinatorLink(_Link[m.ToHost]):
-    """Every other host's side."""
+    """Every other host's side. `on_offset` learns how far this node's clock is from rank 0's, better and better."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, on_offset: Callable[[int], None] = lambda offset_ns: None) -> None:
+        self._clock, self._on_offset, self._asked_s = ClockOffset(), on_offset, 0.0
         limit_s = job.config.fault.start_timeout_s
         host, port = job.read("coordinator", limit_s, "rank 0 (host)")
         secret = security.read_secret(_secret_file(attempt_dir(job.run_dir, job.attempt)))
@@ -158,7 +184,20 @@ class CoordinatorLink(_Link[m.ToHost]):
 
     def receive(self) -> list[m.ToHost]:
         """What the coordinator wants."""
-        return [message for _, message in self._receive()]
+        if time.monotonic() - self._asked_s > BEAT_S:
+            self._asked_s = time.monotonic()
+            self.send(m.ClockAsked(time.time_ns()))
+        taken = []
+        for _, message in self._receive():
+            if isinstance(message, m.ClockTold):
+                self._told_time(message)
+            else:
+                taken.append(message)
+        return taken
+
+    def _told_time(self, told: m.ClockTold) -> None:
+        if self._clock.answered(told.asked_ns, told.seen_ns, time.time_ns()) and self._clock.offset_ns is not None:
+            self._on_offset(self._clock.offset_ns)
 
     def send(self, message: m.ToCoordinator) -> None:
         self._say(b"", m.encode(message))
@@ -172,30 +211,50 @@ class Gate:
     """Sends to hosts in order, and holds back what needs a payload that is still on its way from another node.
 
     A Forward announces payloads; messages for their destination that come after it wait until they have passed.
-    Payloads and Stop overtake.
+    Payloads and what ends or survives a loss overtake. After `Gone` nothing goes to that node; what it was to forward
+    is asked from node 0, which has adopted what was finished there and answers with nothing for the rest.
     """
 
     def __init__(self, send: Callable[[int, m.ToHost], None]) -> None:
         self._send = send
-        self._coming: dict[int, set[int]] = {}  # node -> tids on their way
+        self._coming: dict[int, dict[int, int]] = {}  # node -> tids on their way there, and from where
         self._held: dict[int, deque[tuple[frozenset[int], m.ToHost]]] = {}
+        self._gone: set[int] = set()
 
     def __call__(self, node: int, message: m.ToHost) -> None:
+        if isinstance(message, m.Gone):
+            self._lose(node)
+            return
+        if isinstance(message, m.Forward):
+            if message.node in self._gone:
+                return
+            node = 0 if node in self._gone else node
+        elif node in self._gone:
+            return
         if isinstance(message, m.Payload):
             self._send(node, message)
-            self._coming.get(node, set()).discard(message.tid)
+            self._coming.get(node, {}).pop(message.tid, None)
             self._release(node)
-        elif isinstance(message, m.Stop) or not (self._coming.get(node) or self._held.get(node)):
+        elif isinstance(message, OVERTAKING) or not (self._coming.get(node) or self._held.get(node)):
             self._send(node, message)
         else:
             needed = frozenset(self._coming.get(node, ()))
             self._held.setdefault(node, deque()).append((needed, message))
         if isinstance(message, m.Forward):
-            self._coming.setdefault(message.node, set()).update(message.tids)
+            self._coming.setdefault(message.node, {}).update(dict.fromkeys(message.tids, node))
+
+    def _lose(self, node: int) -> None:
+        self._gone.add(node)
+        self._coming.pop(node, None)
+        self._held.pop(node, None)
+        for target, coming in self._coming.items():
+            if wanted := [tid for tid, source in coming.items() if source == node]:
+                coming.update(dict.fromkeys(wanted, 0))
+                self._send(0, m.Forward(wanted, target))
 
     def _release(self, node: int) -> None:
-        held, coming = self._held.get(node, deque()), self._coming.get(node, set())
-        while held and not held[0][0] & coming:
+        held, coming = self._held.get(node, deque()), self._coming.get(node, {})
+        while held and not held[0][0] & coming.keys():
             self._send(node, held.popleft()[1])
 
 

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     STEP = 3  # down: StepHeader; its micro-batches follow
     MICROBATCH = 4  # down: see trajectories.microbatch
     SAVE = 5  # down: SaveRequest; an instance answers with a COPY of each trajectory it holds, and Copied
+    REGROUP = 6  # down, to trainer ranks: Regroup
     FINISHED = 11  # up: a trajectory record whose generation has ended; id0 = tid
     RETURNED = 12  # up: a trajectory record that came back after Interrupt; id0 = tid
     REPORT = 13  # up: one of the structs of `Report`
@@ -216,10 +217,23 @@ class NodeSaved(Wire):
 
 
 class Lost(Wire):
-    """A rank of this node is gone. `held`: for a rollout rank, the last known (tid, tokens) that came back with it."""
+    """A rank of this node is gone. Everything that it had reported has been told before."""
 
     rank: int
     reason: str
+
+
+class ClockAsked(Wire):
+    """What time is it at rank 0? Answered by the link itself."""
+
+    asked_ns: int
+
+
+class RelayStopped(Wire):
+    """The node's relay cannot go on: maybe because another node is gone, of which news will come."""
+
+    node: int
+    why: str
 
 
 # ---- coordinator -> host ---------------------------------------------------------------------------------------------
@@ -258,7 +272,7 @@ class Forward(Wire):
 
 
 class Payload(Wire):
-    """A forwarded trajectory record."""
+    """A forwarded trajectory record; empty when the node that was asked does not hold it."""
 
     tid: int
     node: int
@@ -292,6 +306,38 @@ class Settle(Wire):
     version: int
 
 
+class ClockTold(Wire):
+    """Answer to ClockAsked: rank 0's wall clock when it saw the question."""
+
+    asked_ns: int
+    seen_ns: int
+
+
+class LeaveOut(Wire):
+    """The job goes on without this instance: end what is left of it."""
+
+    instance: int
+
+
+class Adopt(Wire):
+    """A node is gone: take these finished trajectories of it from its spool, and score them."""
+
+    node: int
+    tids: list[int]
+    prompts: list[PromptMessage]
+
+
+class Regroup(Wire):
+    """Publish versions over a new group of these ranks from now on. `generation` counts the groups of this job."""
+
+    generation: int
+    ranks: list[int]
+
+
+class Gone(Wire):
+    """To nobody: from here on nothing goes to this node, and nothing is waited for from it."""
+
+
 class Stop(Wire):
     """Leave, in order. `code` is the process's exit code."""
 
@@ -299,8 +345,36 @@ class Stop(Wire):
     reason: str
 
 
-ToHost = Commands | TrainStep | Forward | Payload | Forget | Reload | Save | Settle | Stop
-ToCoordinator = Report | Finished | Returned | Rewarded | RewardFailed | Stored | Account | NodeSaved | Lost | Payload
+ToHost = (
+    Commands
+    | TrainStep
+    | Forward
+    | Payload
+    | Forget
+    | Reload
+    | Save
+    | Settle
+    | LeaveOut
+    | Adopt
+    | Regroup
+    | Gone
+    | ClockTold
+    | Stop
+)
+ToCoordinator = (
+    Report
+    | Finished
+    | Returned
+    | Rewarded
+    | RewardFailed
+    | Stored
+    | Account
+    | NodeSaved
+    | Lost
+    | RelayStopped
+    | ClockAsked
+    | Payload
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_report = msgspec.msgpack.Decoder(Report).decode
@@ -308,6 +382,7 @@ decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
 decode_step_header = msgspec.msgpack.Decoder(StepHeader).decode
 decode_save_request = msgspec.msgpack.Decoder(SaveRequest).decode
+decode_regroup = msgspec.msgpack.Decoder(Regroup).decode
 _decode_plain_command = msgspec.msgpack.Decoder(tuple[str, int, int, list[int], int]).decode
 
 

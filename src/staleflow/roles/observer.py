@@ -12,6 +12,7 @@ from staleflow.config import Config
 from staleflow.coordination.coordinator import Coordinator
 from staleflow.observe.live import InstanceState, LiveState, View
 from staleflow.observe.metrics import MetricsWriter, write_summary
+from staleflow.observe.spans import Spans
 from staleflow.roles.accounts import Accounts
 from staleflow.roles.batching import StepPlan
 from staleflow.roles.evaluations import Round
@@ -29,8 +30,8 @@ class _Started:
 class Observer:
     """`accounts` and `core` are read, never changed."""
 
-    def __init__(self, config: Config, view: View, metrics: MetricsWriter) -> None:
-        self._c, self._view, self._metrics = config, view, metrics
+    def __init__(self, config: Config, view: View, metrics: MetricsWriter, spans: Spans | None = None) -> None:
+        self._c, self._view, self._metrics, self._spans = config, view, metrics, spans or Spans(None)
         self._accounts: Accounts
         self._core: Coordinator
         self._started: _Started | None = None
@@ -49,6 +50,8 @@ class Observer:
     def step_started(self, ages: Counter[int], reward: float, now_s: float, prompts: list[int]) -> None:
         """`prompts`: indices in the data of what the step trains on."""
         self._started = _Started(dict(sorted(ages.items())), reward, now_s, prompts)
+        mean = sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
+        self._spans.counter("staleness", mean=mean, most=max(ages, default=0))
 
     def step_done(self, plan: StepPlan, metrics: dict[str, float], slowest: StepDone, now_s: float) -> None:
         started = self._started

@@ -25,6 +25,7 @@ import numpy as np
 
 from staleflow.coordination.types import EVAL_GROUP_BASE, Abort, Command, Interrupt, Pull, Route, pack_progress
 from staleflow.engines.base import Engine
+from staleflow.observe.profiling import Profiling
 from staleflow.observe.spans import GENERATE, PULL, TRAJECTORIES, WAIT, Spans
 from staleflow.parameters.pull import Puller
 from staleflow.roles.held import Held
@@ -61,7 +62,9 @@ class Rollout:
         agree: Callable[[int], int],
         signal: Callable[[], int] = lambda: 0,
         spans: Spans | None = None,
+        profiling: Profiling | None = None,
     ) -> None:
+        self._profiling = profiling or Profiling(())
         self._spans = spans or Spans(None)
         self._piece_began_ns: dict[int, int] = {}  # tid -> when its present piece began here
         self._signal = SignalReporter(settings.rank, link, signal)
@@ -183,6 +186,7 @@ class Rollout:
         with self._spans.span(PULL, version=version):
             result = self._puller.pull(version, self._s.pull_timeout_s)
         self._version = result.version
+        self._profiling.step(self._version)
         if self._s.probe:
             logprobs = np.asarray(self._engine.score(self._s.probe), np.float32)
             self._tell(Probe(self._s.rank, self._version, logprobs.tobytes()))

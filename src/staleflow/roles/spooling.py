@@ -62,11 +62,16 @@ class _Save:
 
 
 @dataclass(frozen=True)
+class _Tell:
+    message: m.ToCoordinator
+
+
+@dataclass(frozen=True)
 class _Settle:
     """The last checkpoint is durable."""
 
 
-_Job = _Append | _Forget | _Save | _Settle | None
+_Job = _Append | _Forget | _Save | _Settle | _Tell | None
 
 
 class Spooling:
@@ -167,6 +172,13 @@ class Spooling:
             del record
         self._jobs.put(_Save(version, folder, time.monotonic()))
 
+    def tell_after(self, message: m.ToCoordinator) -> None:
+        """Emit it after everything that waits for the disk now."""
+        if self._durable:
+            self._jobs.put(_Tell(message))
+        else:
+            self._emit(message)
+
     def settle(self) -> None:
         """The checkpoint saved last is durable: what it does not need may go."""
         self._jobs.put(_Settle())
@@ -213,6 +225,8 @@ class Spooling:
                     self._writer.forget(groups)
                 case _Save():
                     self._save(job)
+                case _Tell(message=message):
+                    self._done.put(message)
                 case _Settle():
                     self._writer.remove(self._dead if self._durable else self._writer.needed())
                     self._dead = []

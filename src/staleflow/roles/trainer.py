@@ -1,6 +1,6 @@
 """A trainer rank: one shard of the model, stepped in time with the other trainer ranks.
 
-consumes      STEP and SAVE records, and after a STEP its micro-batches, from the down ring
+consumes      STEP, SAVE and REGROUP records, and after a STEP its micro-batches, from the down ring
 waits for     the next record of the down ring; in a step: the other trainer ranks (FSDP2's collectives, all on this
               thread, at points equal on all ranks since every rank gets the same number of micro-batches); before the
               snapshot of its shard: the staging buffer, which the publisher's own thread frees
@@ -28,16 +28,19 @@ from staleflow.checkpoint.trainer_state import TrainerCheckpoints
 from staleflow.learning.batch import BatchTotals, PackedBatch, pack
 from staleflow.learning.export import full_state
 from staleflow.learning.trainer import PolicyTrainer
-from staleflow.observe.spans import PUSH, TRAIN, WAIT, Spans
-from staleflow.parameters.publish import Publisher
+from staleflow.observe.profiling import Profiling
+from staleflow.observe.spans import FORWARD_BACKWARD, PACK, PUSH, TRAIN, WAIT, Spans
+from staleflow.parameters.publish import Publisher, PublishError
 from staleflow.roles.messages import (
     Kind,
     Probe,
     Ready,
+    Regroup,
     Saved,
     SaveFailed,
     StepDone,
     StepHeader,
+    decode_regroup,
     decode_save_request,
     decode_step_header,
 )
@@ -70,7 +73,12 @@ class Trainer:
         unpack: Unpack,
         signal: Callable[[], int] = lambda: 0,
         spans: Spans | None = None,
+        regroup: Callable[[Regroup], None] | None = None,
+        profiling: Profiling | None = None,
     ) -> None:
+        self._regroup = regroup
+        self._profiling = profiling or Profiling(())
+        self._publishing_failed_s: float | None = None
         self._spans = spans or Spans(None)
         self._s, self._link, self._policy, self._publisher, self._unpack = settings, link, policy, publisher, unpack
         self._signal = SignalReporter(settings.rank, link, signal)
@@ -88,8 +96,9 @@ class Trainer:
             record = self._next(IDLE_WAIT_S)
             if record is None:
                 self._link.flush()
-                if (failure := self._publisher.failure) is not None:
-                    raise RuntimeError(f"publishing has stopped: {failure}") from failure
+                self._look_after_publishing()
+            elif record.kind == Kind.REGROUP:
+                self._follow(decode_regroup(bytes(record.payload)))
             elif record.kind == Kind.STEP:
                 self._step(decode_step_header(bytes(record.payload)))
             elif record.kind == Kind.SAVE:
@@ -97,6 +106,34 @@ class Trainer:
                 self._checkpoints.save(request.version, Path(request.directory) / layout.TRAINER)
             else:
                 raise RuntimeError(f"trainer rank {self._s.rank}: record of kind {record.kind} is not for it")
+
+    # ---- publishing --------------------------------------------------------------------------------------------------
+
+    def _look_after_publishing(self) -> None:
+        """A failure is final, unless a relay's node is gone and the job is to survive that: then a new group comes."""
+        if (failure := self._publisher.failure) is None:
+            return
+        self._publishing_failed_s = self._publishing_failed_s or time.monotonic()
+        if self._regroup is None or time.monotonic() > self._publishing_failed_s + self._s.record_timeout_s:
+            raise RuntimeError(f"publishing has stopped: {failure}") from failure
+
+    def _follow(self, order: Regroup) -> None:
+        if self._regroup is None:
+            raise RuntimeError(f"trainer rank {self._s.rank}: told to regroup without fault.survive_rollout")
+        self._publishing_failed_s = None
+        self._regroup(order)
+
+    def _snapshot(self, version: int) -> None:
+        while True:
+            try:
+                return self._publisher.snapshot(version)
+            except PublishError:
+                if self._regroup is None:
+                    raise
+            record = self._awaited("a new publish group")
+            if record.kind != Kind.REGROUP:
+                raise RuntimeError(f"trainer rank {self._s.rank}: kind {record.kind} instead of a new publish group")
+            self._follow(decode_regroup(bytes(record.payload)))
 
     # ---- records -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +151,10 @@ class Trainer:
             record = self._awaited(f"micro-batch {index} of step {header.step}")
             if record.kind != Kind.MICROBATCH:
                 raise RuntimeError(f"trainer rank {self._s.rank}: kind {record.kind} within step {header.step}")
-            yield self._unpack(record)
+            with self._spans.span(PACK):
+                batch = self._unpack(record)
+            with self._spans.span(FORWARD_BACKWARD, version=header.step):  # until the next one is asked for
+                yield batch
 
     def _awaited(self, what: str) -> Any:
         deadline_s = time.monotonic() + self._s.record_timeout_s
@@ -130,8 +170,9 @@ class Trainer:
     def _step(self, header: StepHeader) -> None:
         began_s = time.monotonic()
         self._spans.state(None)
+        self._profiling.step(header.step)
         totals = BatchTotals(header.total_response_tokens, header.total_sequences)
-        with self._spans.span(TRAIN, step=header.step):
+        with self._spans.span(TRAIN, step=header.step, version=header.step):
             metrics = self._policy.train_step(header.step, self._microbatches(header), totals)
         waited_s = self._publish(header.step + 1)
         self._link.report(StepDone(self._s.rank, header.step, metrics, time.monotonic() - began_s, waited_s))
@@ -149,7 +190,7 @@ class Trainer:
         """Snapshot the shard; the publisher's thread sends it while the next step goes on. Seconds this rank lost."""
         began_s = time.monotonic()
         with self._spans.span(PUSH, version=version):
-            self._publisher.snapshot(version)
+            self._snapshot(version)
         waited_s = time.monotonic() - began_s
         if self._s.audit_dir is not None:
             self._keep_weights(self._s.audit_dir / f"v{version}.safetensors")

@@ -17,13 +17,15 @@ from staleflow.engines.base import Engine
 from staleflow.engines.scripted import ScriptedEngine, mix
 from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
 from staleflow.jobs import rings
+from staleflow.jobs.devices import cuda_index
 from staleflow.jobs.preflight import model_facts
 from staleflow.jobs.runtime import Job
-from staleflow.observe.spans import Spans
+from staleflow.observe.profiling import Profiling, open_profiling
 from staleflow.roles.beginning import wait_for_start
-from staleflow.roles.messages import Failed
+from staleflow.roles.messages import Failed, Regroup
 from staleflow.roles.ranklink import RankLink
 from staleflow.roles.rollout import Rollout, RolloutSettings
+from staleflow.roles.tracing import spans_of
 from staleflow.trajectories.pinning import cuda_runtime, pin
 from staleflow.trajectories.unpacking import unpack_to
 
@@ -76,15 +78,30 @@ def play_trainer(job: Job) -> int:
             audit_dir=_audit_dir(job),
         )
         job.watch_signals()
-        spans = spans_of(job)
+        spans, profiling = spans_of(job), _profiling(job)
+        regroup = _regrouping(job, publisher) if config.fault.survive_rollout else None
         try:
-            Trainer(settings, link, policy, publisher, unpack_to(device, down), job_signal(job), spans).run(started_s)
+            unpack, asked = unpack_to(device, down), job_signal(job)
+            Trainer(settings, link, policy, publisher, unpack, asked, spans, regroup, profiling).run(started_s)
         finally:
+            profiling.close()
             spans.close()
             publisher.close()
         pinning.unpin()
     _retire(link)
     return 0  # told to leave: the exit code of the job is rank 0's
+
+
+def _regrouping(job: Job, publisher: Any) -> Callable[[Regroup], None]:
+    """Publish over a new group, which all its members make together."""
+
+    def regroup(order: Regroup) -> None:
+        ranks = tuple(order.ranks)
+        group = job.group(f"publish-{order.generation}", ranks)
+        trainers = range(len(job.plan.trainers))
+        publisher.regroup(group, trainer_ranks_in_group=trainers, names=rings.names_of(job, ranks))
+
+    return regroup
 
 
 def play_rollout(job: Job) -> int:
@@ -115,19 +132,19 @@ def play_rollout(job: Job) -> int:
             probe=probe_tokens(config),
         )
         job.watch_signals()
-        spans = spans_of(job)
+        spans, profiling = spans_of(job), _profiling(job)
         try:
-            Rollout(settings, link, engine, puller, _agree(cut, None), job_signal(job), spans).run(started_s)
+            Rollout(settings, link, engine, puller, _agree(cut, None), job_signal(job), spans, profiling).run(started_s)
         finally:
+            profiling.close()
             spans.close()
             engine.close()
     _retire(link)
     return 0  # told to leave: the exit code of the job is rank 0's
 
 
-def spans_of(job: Job) -> Spans:
-    directory = job.run_dir / "trace" if job.config.observe.trace else None
-    return Spans(directory, job.rank, job.me.role, instance=job.me.instance, attempt=job.attempt)
+def _profiling(job: Job) -> Profiling:
+    return open_profiling(job.config.profile, job.rank, job.me.role, job.run_dir / "trace")
 
 
 def job_signal(job: Job) -> Callable[[], int]:
@@ -167,6 +184,12 @@ def device_of(job: Job) -> torch.device:
     return device
 
 
+def _index_of(job: Job) -> int:
+    """The planned device among those that CUDA shows; where a node has fewer than device ranks, they share."""
+    device = cuda_index(job.me.device or 0, len(job.plan.devices_of(job.me.node)), os.environ)
+    return device % torch.cuda.device_count() if torch.cuda.is_available() else device
+
+
 def build_engine(job: Job) -> Engine:
     config, r = job.config, job.config.rollout
     if r.engine == "scripted":
@@ -185,12 +208,6 @@ def build_engine(job: Job) -> Engine:
             instance_rank=job.me.instance_rank,
             device=_index_of(job),
             gpu_memory_utilization=r.gpu_memory_utilization,
-def _index_of(job: Job) -> int:
-    """The planned device among those that CUDA shows; where a node has fewer than device ranks, they share."""
-    device = cuda_index(job.me.device or 0, len(job.plan.devices_of(job.me.node)), os.environ)
-    return device % torch.cuda.device_count() if torch.cuda.is_available() else device
-
-
             enforce_eager=r.enforce_eager,
             kv_cache_tokens=r.kv_cache_tokens,
             top_p=r.top_p,

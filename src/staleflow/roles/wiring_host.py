@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +28,6 @@ from staleflow.observe.metrics import MetricsWriter
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.relay import Relay
 from staleflow.parameters.store import NodeStore
-from staleflow.rewards.pool import RewardPool
 from staleflow.roles import messages as m
 from staleflow.roles.auditing import ShardAccount
 from staleflow.roles.beginning import Start, core_state, restore_prompts, tell_start, wait_for_start
@@ -39,6 +39,8 @@ from staleflow.roles.host import Host, HostSettings
 from staleflow.roles.hostlink import CoordinatorLink, Gate, HostLinks
 from staleflow.roles.observer import Observer
 from staleflow.roles.spooling import Spooling
+from staleflow.roles.survivor import Survivor
+from staleflow.roles.tracing import TracedRewards, spans_of
 from staleflow.trajectories.arena import Arena
 from staleflow.trajectories.ring import segment_name
 from staleflow.trajectories.server import TrajectoryServer
@@ -80,7 +82,8 @@ class _Node:
         self.outbox: deque[m.ToCoordinator] = deque()
         self._account = ShardAccount(job.me.node, self.outbox.append)
         tokenizer = load_tokenizer(job.config.model.path)
-        self._rewards = RewardPool(job.config.reward)
+        self.spans = spans_of(job)
+        self._rewards = TracedRewards(job.config.reward, self.spans)
         made = rings.create_rings(job)
         links = [DeviceLink(job.plan.ranks[rank], down, up) for rank, (down, up) in made.items()]
         name = segment_name(job.config.run.name, rings.run_id_of(job), f"node{job.me.node}-arena")
@@ -105,27 +108,28 @@ class _Node:
             _audit(job),
         )
         job.post(f"store/{job.me.node}", self._store.name if self._store else None)
-        group = job.group("publish", job.plan.trainers + job.plan.relays)
-        self._relay = self._start_relay(job, group, manifest)
+        members = job.plan.trainers + job.plan.relays
+        start_relay = partial(self._start_relay, job, manifest)
+        relay = start_relay(job.group("publish", members), members) if self._store is not None else None
+        self._survivor = Survivor(job, self.host, relay, start_relay)
         self._unmapped = rings.Unmapped(job)
 
-    def _start_relay(self, job: Job, group: Any, manifest: Manifest) -> Relay | None:
-        if self._store is None:
-            return None
+    def _start_relay(self, job: Job, manifest: Manifest, group: Any, members: tuple[int, ...]) -> Relay:
+        assert self._store is not None, "only nodes with rollout ranks are in the publish group"
         return Relay(
             group,
             manifest,
             self._store,
             self.host.on_stored,
             trainer_ranks_in_group=range(len(job.plan.trainers)),
-            names=rings.names_of(job, job.plan.trainers + job.plan.relays),
+            names=rings.names_of(job, members),
             timeout_s=job.config.fault.collective_timeout_s,
             on_error=self.host.on_relay_error,
         )
 
     def turn(self, inbox: Sequence[m.ToHost]) -> None:
         """The host's turn. While the device ranks are starting: look whether all have mapped what is shared."""
-        self.host.turn(inbox)
+        self.host.turn(self._survivor.take(inbox))
         self._account.tell(self.host.steps, self.host.trained)
         if self._unmapped.waiting and not self._unmapped.look():
             self._unlink()
@@ -138,10 +142,11 @@ class _Node:
             self._store.unlink()
 
     def close(self) -> None:
+        self.spans.close()
         self._rewards.close()
         self._spooling.close()
-        if self._relay is not None:
-            self._relay.close()
+        if self._survivor.relay is not None:
+            self._survivor.relay.close()
         self._unlink()
 
 
@@ -164,6 +169,7 @@ def _coordinate(job: Job, node: _Node, resume: Resume, console: TextIO) -> int:
         job.config,
         open_view(_live_mode(job), console),
         MetricsWriter(job.run_dir, tensorboard=job.config.observe.tensorboard, from_step=resume.version),
+        node.spans,
     )
     for note in (*resume.notes, *(f"warning: {line}" for line in warnings_of(job.config))):
         observer.note(note)
@@ -219,6 +225,8 @@ def _loop(
             node.outbox.append(m.StopRequested(0, job.signal))
             job.signal = 0
         role.turn([*((0, message) for message in _drained(node.outbox)), *elsewhere], now_s)
+        for lost, why in links.lost() if links is not None else ():
+            role.node_lost(lost, why, now_s)
         if links is not None and links.failure is not None:
             role.fail(links.failure)
         if (failure := books.commit()) is not None:
@@ -229,6 +237,7 @@ def _loop(
             observer.refresh(now_s, role.waited_for())
         if not inbox:
             node.host.wait()
+    job.left_out = role.survival.ranks
     node.turn(_drained(inbox))
     _see_off(job, node)
 
@@ -245,7 +254,7 @@ def _see_off(job: Job, node: _Node) -> None:
 
 def _serve(job: Job, node: _Node) -> int:
     """Any host but rank 0's: its turns, and its coordinator at the other end of a link, until that says stop."""
-    link = CoordinatorLink(job)
+    link = CoordinatorLink(job, node.spans.align)
     job.watch_signals()
     told = False
     while node.host.stopping is None:

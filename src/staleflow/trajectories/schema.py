@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.trajectories.sizes import HEADER_BYTES, record_bytes
+
 MAGIC = 0x31544653  # b"SFT1" read as a little-endian u32
-HEADER_BYTES = 64
 MEMBER_BITS = 16  # a trajectory id is group_id << MEMBER_BITS | member
 
 _HEADER = np.dtype(
@@ -101,11 +102,6 @@ class Trajectory:
 
     def rewarded(self, reward: float) -> Trajectory:
         return replace(self, reward=reward)
-
-
-def record_bytes(prompt_tokens: int, response_tokens: int, n_segments: int) -> int:
-    """Bytes of the record of such a trajectory."""
-    return HEADER_BYTES + 4 * (prompt_tokens + 2 * response_tokens) + 8 * n_segments
 
 
 def encode(trajectory: Trajectory, out: Any = None) -> Any:

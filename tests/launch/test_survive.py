@@ -1,0 +1,126 @@
+"""`fault.survive_rollout`: ranks started one by one, as srun --kill-on-bad-exit=0 does, so that only the job decides.
+
+Two "nodes" share this machine: each begins with a rank of local rank 0. Shared memory does not cross them, since rings
+and stores are found through their own host only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from staleflow.data import addition
+from tests.job.harness import REPOSITORY, Task
+
+NODES = (3, 3)  # host, trainer, rollout; host, rollout, rollout
+ETA, BATCH = 2, 16
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+class Ranks:
+    """All ranks of a job, and what rank 0 says."""
+
+    def __init__(self, task: Task, root: Path, **changes: object) -> None:
+        self.run_dir = root / "test"
+        settings = {
+            "rollout__instances": 3, "rollout__step_ms": 4.0, "checkpoint__every_steps": 8, "parameters__delta": True,
+            "fault__survive_rollout": True, "evaluation__max_prompts": 2, "staleness__eta": ETA,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "staleflow", "run", "configs/demo.toml"]
+        command += task.overrides(root, **{**settings, **changes})
+        self.said = root / "said"
+        with self.said.open("w") as out, socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+            environments = [_environment(node, place, port) for node, n in enumerate(NODES) for place in range(n)]
+        with self.said.open("w") as out:
+            self.processes = [
+                subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | env, stdout=out, stderr=out)
+                for env in environments
+            ]
+
+    def until_step(self, step: int, limit_s: float = 200) -> None:
+        path, end_s = self.run_dir / "metrics.jsonl", time.monotonic() + limit_s
+        while not path.exists() or len(path.read_text().splitlines()) <= step:
+            assert time.monotonic() < end_s and self.processes[0].poll() is None, self.said.read_text()
+            time.sleep(0.05)
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+
+    def codes(self, limit_s: float = 80) -> list[int]:
+        end_s = time.monotonic() + limit_s
+        return [process.wait(max(0.1, end_s - time.monotonic())) for process in self.processes]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _environment(node: int, place: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(sum(NODES[:node]) + place), "WORLD_SIZE": str(sum(NODES)), "LOCAL_RANK": str(place),
+        "LOCAL_WORLD_SIZE": str(NODES[node]), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    root = tmp_path_factory.mktemp("addition")
+    addition.main([str(root)])
+    return Task(root)
+
+
+@pytest.fixture
+def start(task: Task, tmp_path: Path):
+    started = []
+
+    def call(**changes: object) -> Ranks:
+        started.append(Ranks(task, tmp_path, **changes))
+        return started[-1]
+
+    yield call
+    for ranks in started:
+        ranks.end()
+
+
+def test_the_job_goes_on_without_a_dead_instance_and_then_without_its_node(start) -> None:
+    steps = 60
+    job = start(run__steps=steps)
+    job.until_step(6)
+    job.kill(5)  # an instance of node 1
+    job.until_step(20)
+    job.kill(3)  # the host of node 1: its payloads, its relay and its other instance are gone
+    codes = job.codes()
+    said = job.said.read_text()
+    assert codes[:3] == [0, 0, 0], said
+    assert "instance 2 is left out: rank 5 (rollout): its process has died" in said
+    assert "is left out: rank 3 (host of" in said
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", steps)
+    assert summary["trained_trajectories"] == steps * BATCH
+    assert summary["max_staleness"] <= ETA
+    assert summary["protocol"]["trajectories"]["outstanding"] == 0
+    assert summary["protocol"]["groups"]["released"] == {}, "nothing was given up: all was routed or read again"
+    done = [json.loads(line)["step"] for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert done == list(range(steps))
+
+
+@pytest.mark.parametrize(("rank", "who"), [(1, "rank 1 (trainer) is lost"), (0, "rank 0")], ids=["trainer", "rank 0"])
+def test_the_job_ends_itself_when_something_essential_dies(start, rank: int, who: str) -> None:
+    job = start(run__steps=100000)
+    job.until_step(2)
+    job.kill(rank)
+    codes = job.codes()
+    assert 0 not in codes, codes
+    logs = "".join(path.read_text() for path in (job.run_dir / "attempt_0").glob("*.log"))
+    assert who in job.said.read_text() + logs
