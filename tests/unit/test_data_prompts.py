@@ -100,6 +100,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     stream = source(write(tmp_path / "a.jsonl", rows), max_prompt_tokens=5, epochs=1, deduplicate=True)
     assert [p.text for p in stream] == ["ok"]
     assert stream.left_out == {"too_long": 1, "empty": 2, "duplicate": 1}
+    assert stream.left_out_in_words() == "4 rows left out: 1 too long, 2 empty, 1 duplicate"
     with pytest.raises(ValueError, match=r"no prompt is left.*max_prompt_tokens"):
         source(write(tmp_path / "b.jsonl", rows), max_prompt_tokens=1)
 

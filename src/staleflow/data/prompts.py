@@ -105,6 +105,14 @@ class PromptSource:
         """Rows that are no prompts, by reason: `too_long`, `empty`, `duplicate`."""
         return dict(self._table.left_out)
 
+    def left_out_in_words(self) -> str | None:
+        """`7 rows left out: 5 too long, 2 empty`, or None when every row is a prompt."""
+        counts = {reason: n for reason, n in self.left_out.items() if n}
+        if not counts:
+            return None
+        parts = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in counts.items())
+        return f"{sum(counts.values())} rows left out: {parts}"
+
     @property
     def total(self) -> int | None:
         """Prompts of the whole stream, or None when it is endless."""
