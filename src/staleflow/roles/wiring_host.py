@@ -298,7 +298,8 @@ def build_coordinator(
     observer.accuracies = list(resume.run.get("evaluations", ()))
     evaluations = None
     if config.evaluation is not None:
-        held_out = evaluation_prompts(config, tokenizer)
+    _tell_left_out("data.train", prompts, observer)
+        held_out = evaluation_prompts(config, tokenizer, observer)
         evaluations = Evaluations(held_out, config.evaluation.samples)
     role = CoordinatorRole(config, job_plan, core, prompts, evaluations, books, watch, observer, resume.version)
     role.resume(resume, prompts.prompt)
@@ -324,12 +325,18 @@ def data_settings(config: Config, sources: tuple[Source, ...], **changes: Any) -
     return DataSettings(**(settings | changes))
 
 
-def evaluation_prompts(config: Config, tokenizer: Any) -> list[Prompt]:
+def _tell_left_out(key: str, prompts: PromptSource, observer: Observer) -> None:
+    if (words := prompts.left_out_in_words()) is not None:
+        observer.note(f"{key}: {words} (data.max_prompt_tokens = {prompts.settings.max_prompt_tokens})")
+
+
+def evaluation_prompts(config: Config, tokenizer: Any, observer: Observer) -> list[Prompt]:
     """The held-out prompts, in file order; the first `max_prompts` of them."""
     assert config.evaluation is not None
     settings = data_settings(config, config.evaluation.data, epochs=1, shuffle=False)
-    prompts = list(PromptSource(settings, tokenizer, settle_on_issue=True))
-    return prompts[: config.evaluation.max_prompts]
+    source = PromptSource(settings, tokenizer, settle_on_issue=True)
+    _tell_left_out("evaluation.data", source, observer)
+    return list(source)[: config.evaluation.max_prompts]
 
 
 def audit_dir(run_dir: Path) -> Path:
