@@ -187,7 +187,7 @@ class World:
         for group_id, there in members.items():
             for member, (version, _) in there.items():
                 tid = trajectory_id(group_id, member)
-                reward, whole = self.role._rewards.get(tid), self.core._works[tid].phase is Phase.GENERATED
+                reward, whole = self.role._payloads.rewards.get(tid), self.core._works[tid].phase is Phase.GENERATED
                 segments = ((version, 5),) if whole else ()
                 kept[tid] = Kept(0, 0, version, 1, 5 * whole, segments, int(Finish.STOP), whole, reward)
         prompts = dict.fromkeys(members, 0)

@@ -31,10 +31,12 @@ from staleflow.jobs.stop import STOPPED, StopWatch
 from staleflow.roles import messages as m
 from staleflow.roles.accounts import Accounts
 from staleflow.roles.auditing import Audit
-from staleflow.roles.batching import Generated, StepPlan, advantages_of, ages_of, canonical, plan_step
+from staleflow.roles.batching import Generated
 from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
 from staleflow.roles.evaluations import Evaluations
+from staleflow.roles.payloads import Payloads
+from staleflow.roles.steps import Steps
 from staleflow.roles.stopping import OrderedStop
 from staleflow.roles.survival import Holdings, Survival
 from staleflow.trajectories.schema import group_and_member
@@ -77,18 +79,12 @@ class CoordinatorRole:
         self._stored: dict[int, set[int]] = {}  # version -> nodes that hold it
         self._store_nodes = {job_plan.ranks[r].node for r in job_plan.relays}
         self._joined: set[int] = set()
-        self._prompt_of: dict[int, Prompt] = {}  # live groups, evaluation included
-        self._known_on: dict[int, set[int]] = {}  # group -> nodes that have its prompt
-        self._generated: dict[int, Generated] = {}
-        self._rewards: dict[int, float] = {}
-        self._holder: dict[int, int] = {}  # tid -> node with a partial payload
-        self._copies: dict[int, set[int]] = {}  # tid -> nodes that were sent a copy of its payload
         self._next_group = 0
-        self._training: StepPlan | None = None
-        self._step_done: dict[int, m.StepDone] = {}
         self._final_evaluation = False
         self._cause = Cause()
         self._audit = Audit(core, config.run_dir)
+        self._payloads = p = Payloads(self._node_of_instance, books.send)
+        self._steps = Steps(config, job_plan, p, self.accounts, self._audit, observer, books.send)
         self._last_cycle_s = self._progress_s = time.monotonic()
         self._step_began_s = self._progress_s
         self._watched = watch
@@ -97,11 +93,9 @@ class CoordinatorRole:
             start_version,
         )  # fmt: skip
         self._stop = OrderedStop(core, self._checkpointing, self._command, lambda *how: self._end(Outcome(*how)))
-        holdings = Holdings(
-            self._generated, self._holder, self._known_on, self._copies, self._stored, self._store_nodes
-        )  # fmt: skip
+        holdings = Holdings(p.generated, p.holder, p.known_on, p.copies, self._stored, self._store_nodes)
         self.survival = Survival(
-            config, job_plan, core, holdings, self._checkpointing, evaluations, books.send, self._prompt_message,
+            config, job_plan, core, holdings, self._checkpointing, evaluations, books.send, p.prompt_message,
             observer.note,
         )  # fmt: skip
 
@@ -118,7 +112,7 @@ class CoordinatorRole:
             self._command(self.core.cycle(now_s))
             self._forget_released()
             self._fail_if(self._audit.after_cycle())
-        if self._training is None and not self._waiting_ready and not self._stop.asked:
+        if self._steps.running is None and not self._waiting_ready and not self._stop.asked:
             self._checkpointing.at_boundary(self.core.version, now_s)
             self._train(now_s)
         self._checkpointing.turn(now_s)
@@ -142,7 +136,7 @@ class CoordinatorRole:
             case m.RewardFailed(tid=tid, why=why):
                 self._reward_failed(tid, why)
             case m.Returned(tid=tid, tokens=tokens, v_traj=v_traj):
-                self._holder[tid] = node
+                self._payloads.holder[tid] = node
                 self._stop.left(tid)
                 self.core.returned(tid, tokens, v_traj)
             case m.Stored(version=version, seconds=seconds):
@@ -158,8 +152,7 @@ class CoordinatorRole:
             case m.Payload(tid=tid, node=target):
                 self._send(target, message)
                 if message.record and not self.survival.gone(target):
-                    self._holder[tid] = target
-                    self._copies.setdefault(tid, set()).add(target)
+                    self._payloads.copied(tid, target)
             case m.Saved() | m.NodeSaved() | m.SaveFailed():
                 self._progress_s = now_s
                 self._checkpointing.on(message)
@@ -214,19 +207,19 @@ class CoordinatorRole:
         self._progress_s = now_s
         self._stop.left(f.tid)
         generated = Generated(f.prompt_tokens, f.tokens, tuple(f.segments), f.finish, f.node)
-        self._holder.pop(f.tid, None)
+        self._payloads.holder.pop(f.tid, None)
         if group_and_member(f.tid)[0] >= EVAL_GROUP_BASE:
             if self.evaluations is not None:
                 self.evaluations.generated(f.tid, [version for version, _ in f.segments])
         else:
-            self._generated[f.tid] = generated
+            self._payloads.generated[f.tid] = generated
         self.core.finished(f.tid, f.tokens, generated.v_traj, len(f.segments))
 
     def _rewarded(self, tid: int, reward: float) -> None:
         if group_and_member(tid)[0] >= EVAL_GROUP_BASE:
             self._evaluated(tid, reward)
             return
-        self._rewards[tid] = reward
+        self._payloads.rewards[tid] = reward
         self.core.rewarded(tid, reward)
 
     def _reward_failed(self, tid: int, why: str) -> None:
@@ -241,7 +234,7 @@ class CoordinatorRole:
     def _offer(self) -> None:
         """Only as many groups as steps still need: the run ends without a queue of half-made work."""
         s = self._c.staleness
-        live = sum(1 for group in self._prompt_of if group < EVAL_GROUP_BASE)
+        live = sum(1 for group in self._payloads.prompt_of if group < EVAL_GROUP_BASE)
         needed = (self._last_step - self.core.version) * (s.batch_groups + s.spare_groups) - live
         for _ in range(min(self.core.wanted(), needed)):
             prompt = next(self._prompts, None)
@@ -249,37 +242,12 @@ class CoordinatorRole:
                 self.core.end_of_data()
                 return
             group_id, self._next_group = self._next_group, self._next_group + 1
-            self._prompt_of[group_id] = prompt
+            self._payloads.prompt_of[group_id] = prompt
             self.core.offer(group_id, len(prompt.token_ids), self._c.rollout.max_tokens)
 
     def _command(self, commands: Sequence[Any]) -> None:
         self._audit.commanded(commands)
-        by_node: dict[int, list[Any]] = {}
-        prompts: dict[int, dict[int, m.PromptMessage]] = {}
-        for command in commands:
-            node = self._node_of_instance[command.instance]
-            plain = m.plain_command(command)
-            by_node.setdefault(node, []).append(plain)
-            if plain[0] == "Route":
-                for tid in plain[3]:
-                    self._bring(tid, node, prompts.setdefault(node, {}))
-        for node, plains in by_node.items():
-            self._send(node, m.Commands(plains, list(prompts.get(node, {}).values())))
-
-    def _bring(self, tid: int, node: int, prompts: dict[int, m.PromptMessage]) -> None:
-        """What the node needs before it can start `tid`: its prompt, or its partial payload."""
-        group_id = group_and_member(tid)[0]
-        known = self._known_on.setdefault(group_id, set())
-        if node not in known:
-            known.add(node)
-            prompts[group_id] = self._prompt_message(group_id)
-        holder = self._holder.get(tid)
-        if holder is not None and holder != node:
-            self._send(holder, m.Forward([tid], node))
-
-    def _prompt_message(self, group_id: int) -> m.PromptMessage:
-        p = self._prompt_of[group_id]
-        return m.PromptMessage(group_id, p.token_ids.tobytes(), p.text, p.reference, p.index)
+        self._payloads.command(commands)
 
     def _forget_released(self) -> None:
         released = self.core.drain_released()
@@ -289,24 +257,8 @@ class CoordinatorRole:
         self._forget([item.tid for item in released])
 
     def _forget(self, tids: Sequence[int]) -> None:
-        """The payloads go, and the metadata with them."""
-        if not tids:
-            return
-        nodes = {node for tid in tids for node in self._known_on.get(group_and_member(tid)[0], ())}
-        nodes |= {node for tid in tids for node in self._copies.pop(tid, ())}
-        nodes |= {generated.node for tid in tids if (generated := self._generated.get(tid))}
-        nodes |= {self._holder[tid] for tid in tids if tid in self._holder}
-        over = [g for g in sorted({group_and_member(tid)[0] for tid in tids}) if not self._lives(g)]
-        for node in nodes:
-            self._send(node, m.Forget(list(tids), over))
-        for tid in tids:
-            self._generated.pop(tid, None)
-            self._rewards.pop(tid, None)
-            self._holder.pop(tid, None)
-        for group_id in over:
-            prompt = self._prompt_of.pop(group_id, None)
-            self._known_on.pop(group_id, None)
-            if prompt is not None and group_id < EVAL_GROUP_BASE:
+        for group_id, prompt in self._payloads.forget(tids, self._lives).items():
+            if group_id < EVAL_GROUP_BASE:
                 self._prompts.settle(prompt.index)
 
     def _lives(self, group_id: int) -> bool:
@@ -319,70 +271,17 @@ class CoordinatorRole:
     def _train(self, now_s: float) -> None:
         if self.core.version >= self._last_step or (batch := self.core.next_batch()) is None:
             return
-        batch = canonical(batch, {group_id: self._prompt_of[group_id].index for group_id, _ in batch.groups})
-        advantages = advantages_of(batch, self._rewards, self._generated, self._c.algorithm, self._c.rollout.max_tokens)
-        plan = plan_step(
-            batch,
-            advantages,
-            self._generated,
-            trainers=len(self._plan.trainers),
-            microbatch_tokens=self._c.trainer.microbatch_tokens,
-            updates=self._c.algorithm.updates_per_step,
-        )
-        self._training, self._step_done = plan, {}
-        self._send_step(plan)
-        self._account(plan, now_s)
-
-    def _send_step(self, plan: StepPlan) -> None:
-        header = m.StepHeader(
-            plan.step, plan.microbatches, plan.total_tokens, plan.response_tokens, len(plan.tids), plan.groups
-        )
-        by_node: dict[int, list[tuple[int, list[list[int]]]]] = {}
-        for rank, microbatches in zip(self._plan.trainers, plan.ranks, strict=True):
-            node = self._plan.ranks[rank].node
-            by_node.setdefault(node, []).append((rank, [list(part) for part in microbatches]))
-            self._collect(node, [tid for part in microbatches for tid in part])
-        self._audit.sent_step({n: [t for _, parts in ranks for p in parts for t in p] for n, ranks in by_node.items()})
-        for node, ranks in by_node.items():
-            mine = {tid: plan.advantages[tid] for _, parts in ranks for part in parts for tid in part}
-            self._send(node, m.TrainStep(header, ranks, mine))
-
-    def _collect(self, node: int, tids: Sequence[int]) -> None:
-        """Payloads that lie on other nodes come to the trainer's node first."""
-        elsewhere: dict[int, list[int]] = {}
-        for tid in tids:
-            if (holder := self._generated[tid].node) != node:
-                elsewhere.setdefault(holder, []).append(tid)
-        for holder, wanted in elsewhere.items():
-            self._send(holder, m.Forward(wanted, node))
-
-    def _account(self, plan: StepPlan, now_s: float) -> None:
-        ages = ages_of(plan.tids, self._generated, plan.step)
-        segments = [len(self._generated[tid].segments) for tid in plan.tids]
-        reward = sum(self._rewards[tid] for tid in plan.tids) / len(plan.tids)
-        self.accounts.trained(ages, plan.response_tokens, segments, reward)
-        prompts = [self._prompt_of[group].index for group in dict.fromkeys(group_and_member(t)[0] for t in plan.tids)]
-        self._observer.step_started(ages, reward, now_s, prompts)
+        self._steps.begin(batch, now_s)
 
     def _on_step_done(self, done: m.StepDone, now_s: float) -> None:
         self._progress_s = now_s
-        self._step_done[done.rank] = done
-        plan = self._training
-        if plan is None or len(self._step_done) < len(self._plan.trainers):
+        plan = self._steps.done(done, now_s)
+        if plan is None:
             return
-        slowest = max(self._step_done.values(), key=lambda d: d.busy_s)
-        self.accounts.trainer_busy_s += slowest.busy_s - slowest.snapshot_wait_s
-        self.accounts.publish_wait_s += slowest.snapshot_wait_s
-        self._training = None
-        self._forget_trained(plan)
-        leader = self._step_done[self._plan.trainers[0]]
-        self._observer.step_done(plan, leader.metrics, slowest, now_s)
+        self._forget(plan.tids)
         every = self._c.evaluation.every_steps if self._c.evaluation else 0
         if every and (plan.step + 1) % every == 0 and plan.step + 1 < self._last_step:
             self._evaluate(plan.step + 1)
-
-    def _forget_trained(self, plan: StepPlan) -> None:
-        self._forget(plan.tids)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -390,7 +289,7 @@ class CoordinatorRole:
         assert self.evaluations is not None
         _, work = self.evaluations.start(version)
         for tid, prompt in work:
-            self._prompt_of[group_and_member(tid)[0]] = prompt
+            self._payloads.prompt_of[group_and_member(tid)[0]] = prompt
         self.core.evaluate([tid for tid, _ in work], [len(p.token_ids) for _, p in work], version)
 
     def _evaluated(self, tid: int, reward: float | None) -> None:
@@ -412,7 +311,7 @@ class CoordinatorRole:
             "settings": settings_of(self._c),
             "policy": self._c.coordination.policy,
             "ledger": ledger,
-            "groups": {str(g): p.index for g, p in self._prompt_of.items() if g < EVAL_GROUP_BASE},
+            "groups": {str(g): p.index for g, p in self._payloads.prompt_of.items() if g < EVAL_GROUP_BASE},
             "next_group": self._next_group,
             "prompts": self._prompts.state_dict(),
             "run": {"accounts": self.accounts.dump(time.monotonic()), "evaluations": self._observer.accuracies},
@@ -431,27 +330,28 @@ class CoordinatorRole:
         self._next_group = resume.next_group
         if "accounts" in resume.run:
             self.accounts.load(resume.run["accounts"])
-        self._prompt_of = {group_id: prompt(index) for group_id, index in resume.prompt_of.items()}
+        p = self._payloads
+        p.prompt_of.update((group_id, prompt(index)) for group_id, index in resume.prompt_of.items())
         self._audit.restored(resume.kept)
         for tid, one in resume.kept.items():
             group_id, member = group_and_member(tid)
-            self._known_on.setdefault(group_id, set()).add(one.node)
+            p.known_on.setdefault(group_id, set()).add(one.node)
             if one.generated:
-                self._generated[tid] = Generated(one.prompt_tokens, one.tokens, one.segments, one.finish, one.node)
+                p.generated[tid] = Generated(one.prompt_tokens, one.tokens, one.segments, one.finish, one.node)
             elif one.tokens:
-                self._holder[tid] = one.node
+                p.holder[tid] = one.node
             if resume.members[group_id][member][1] and one.reward is not None:
-                self._rewards[tid] = one.reward
+                p.rewards[tid] = one.reward
         unrewarded = self.core.unrewarded()
         for node in range(len(self._plan.nodes)):
-            known = [self._prompt_message(g) for g, nodes in self._known_on.items() if node in nodes]
+            known = [p.prompt_message(g) for g, nodes in p.known_on.items() if node in nodes]
             self._send(node, m.Reload(known, [tid for tid in unrewarded if resume.kept[tid].node == node]))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish_when_done(self, now_s: float) -> None:
         starved = self._starved()
-        if self._training is not None or (self.core.version < self._last_step and not starved):
+        if self._steps.running is not None or (self.core.version < self._last_step and not starved):
             return
         if self._checkpointing.busy or self._stop.asked:
             return
@@ -498,7 +398,7 @@ class CoordinatorRole:
     def _stop_when_asked(self, now_s: float) -> None:
         if not self._stop.asked and (why := self._watched.asked(time.time())) is not None:
             self._ask_to_stop(why, STOPPED)
-        self._stop.turn(self.core.version, self._training is not None, now_s)
+        self._stop.turn(self.core.version, self._steps.running is not None, now_s)
 
     def _end(self, outcome: Outcome) -> None:
         if self.outcome is not None:
@@ -530,8 +430,8 @@ class CoordinatorRole:
         """What the trainer waits for, in words."""
         if self._stop.asked and self._checkpointing.busy:
             return f"the checkpoint: {self._checkpointing.waited_for()}"
-        if self._training is not None:
-            return f"the trainer, at step {self._training.step}"
+        if self._steps.running is not None:
+            return f"the trainer, at step {self._steps.running.step}"
         if self._final_evaluation:
             return "the evaluation"
         waited = Counter("rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for())
