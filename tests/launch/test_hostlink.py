@@ -56,6 +56,26 @@ def test_stop_overtakes():
     assert sent[-1] == m.Stop(1, "why")
 
 
+def test_what_a_lost_node_was_to_forward_is_asked_of_node_0_and_nothing_waits_for_it():
+    """Node 0 has adopted 7 and answers with nothing for 8: what was held for either passes."""
+    sent = []
+    gate = Gate(lambda node, message: sent.append((node, message)))
+    gate(2, m.Forward([7, 8], 1))
+    gate(1, commands(1))
+    adopt, order = m.Adopt(2, [7], []), m.Regroup(1, [1, 3])
+    gate(0, adopt)
+    gate(2, m.Gone())
+    gate(2, commands(2))
+    gate(1, order)
+    assert sent == [(2, m.Forward([7, 8], 1)), (0, adopt), (0, m.Forward([7, 8], 1)), (1, order)]
+    gate(1, m.Payload(7, 1, b"record"))
+    gate(1, m.Payload(8, 1, b""))
+    assert sent[4:] == [(1, m.Payload(7, 1, b"record")), (1, m.Payload(8, 1, b"")), (1, commands(1))]
+    gate(2, m.Forward([9], 0))
+    gate(0, m.Forward([9], 2))
+    assert sent[7:] == [(0, m.Forward([9], 0))], "from it: asked of node 0; to it: not at all"
+
+
 # ---- the sockets -----------------------------------------------------------------------------------------------------
 
 

@@ -13,16 +13,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from staleflow.config import load
 from staleflow.data import addition
+from staleflow.jobs.plan import plan, spread
+from staleflow.observe.spans import REWARDS
+from staleflow.observe.trace import read_traces
+from staleflow.roles import messages as m
+from staleflow.roles.survival import SETTLES_S, Holdings, Survival
 from tests.job.harness import REPOSITORY, Task
 
 NODES = (3, 3)  # host, trainer, rollout; host, rollout, rollout
 ETA, BATCH = 2, 16
-
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 class Ranks:
@@ -93,6 +98,8 @@ def start(task: Task, tmp_path: Path):
         ranks.end()
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 def test_the_job_goes_on_without_a_dead_instance_and_then_without_its_node(start) -> None:
     steps = 60
     job = start(run__steps=steps)
@@ -111,10 +118,52 @@ def test_the_job_goes_on_without_a_dead_instance_and_then_without_its_node(start
     assert summary["max_staleness"] <= ETA
     assert summary["protocol"]["trajectories"]["outstanding"] == 0
     assert summary["protocol"]["groups"]["released"] == {}, "nothing was given up: all was routed or read again"
+    traces = read_traces(job.run_dir)
+    assert {trace.rank for trace in traces if trace.on(REWARDS)} == {0, 3}
+    assert {name for trace in traces for _, name, _ in trace.counters} == {"kv", "staleness"}
     done = [json.loads(line)["step"] for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert done == list(range(steps))
 
 
+RULES = {
+    "an instance": ({"rank": 5}, {}, True),
+    "before all are ready": ({"rank": 5, "starting": True}, {}, False),
+    "a trainer": ({"rank": 1}, {}, False),
+    "not asked for": ({"rank": 5}, {"fault.survive_rollout": "false"}, False),
+    "the last instance": ({"rank": 2}, {"trainer.ranks": "3", "rollout.instances": "1"}, False),
+    "a node": ({"node": 1}, {}, True),
+    "the node of rank 0": ({"node": 0}, {}, False),
+    "a node with a trainer": ({"node": 1}, {"trainer.ranks": "3", "rollout.instances": "1"}, False),
+    "the node of all instances": ({"node": 1}, {"trainer.ranks": "2", "rollout.instances": "2"}, False),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_what_a_job_goes_on_without(config_file: Path, case: str) -> None:
+    loss, changes, survives = RULES[case]
+    settings = {"fault.survive_rollout": "true", "checkpoint.every_steps": "1"} | changes
+    config = load(config_file, [f"{key}={value}" for key, value in settings.items()])
+    lost, sent = [], []
+    core = SimpleNamespace(lost=lambda instance, tokens: lost.append(instance))
+    checkpoints = SimpleNamespace(leave_out=lambda node: None)
+    survival = Survival(
+        config, plan(config, spread(config, 2)), core, Holdings({}, {}, {}, {}, {}, {0, 1}), checkpoints, None,
+        lambda node, message: sent.append((node, message)), lambda group: None, lambda text: None,
+    )  # fmt: skip
+    starting = loss.get("starting", False)
+    if "rank" in loss:
+        assert survival.rank_lost(loss["rank"], "why", starting) is survives
+        assert sent == ([(1, m.LeaveOut(2))] if survives else [])
+    else:
+        assert survival.node_lost(loss["node"], "why", 0.0, starting) is survives
+        survival.turn(SETTLES_S)
+        expected = [(0, m.Adopt(1, [], [])), (1, m.Gone()), (0, m.Regroup(1, [1, 0]))]
+        assert sent == (expected if survives else [])
+    assert lost == (([2] if "rank" in loss else [1, 2]) if survives else [])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "who"), [(1, "rank 1 (trainer) is lost"), (0, "rank 0")], ids=["trainer", "rank 0"])
 def test_the_job_ends_itself_when_something_essential_dies(start, rank: int, who: str) -> None:
     job = start(run__steps=100000)
