@@ -1,4 +1,4 @@
-"""The real model's task: sums it has not been trained on, the same ones every time, and a clear word without the model."""
+"""The real model's task: held-out sums, the same ones every time, and a clear word where the model is missing."""
 
 from __future__ import annotations
 
