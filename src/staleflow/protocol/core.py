@@ -130,7 +130,11 @@ class StalenessProtocol(State):
         group.running = bit
         group.missing = self.group_size
         group.versions = None
-        self._near.add(group_id, group, len(self._groups))
+        near, place = self._near.groups, group_id - self._near.base
+        if place == len(near) < 4 * len(self._groups):  # again: the usual case, without a call
+            near.append(group)
+        else:
+            self._near.add(group_id, group, len(self._groups))
         for i in self._ahead[first]:
             slack[i] -= 1
         self._reserved_groups += 1
@@ -200,7 +204,8 @@ class StalenessProtocol(State):
             self._keep_finished(group)
         self._finished[group.version + self.eta - self._version][group_id] = None
         self._finished_count += 1
-        self._floor = None
+        if self._finished_count >= self.batch_groups:  # with fewer it is not READY, as before
+            self._floor = None
         return True
 
     def _keep_finished(self, group: Group) -> None:
