@@ -55,8 +55,6 @@ class _Link(Generic[T]):
             if (accepted := self.inbox.take(self._socket.recv_multipart())) is None:
                 continue
             peer, message = accepted
-            if peer not in self._peers:
-                continue  # what a node that was given up still says
             self._peers[peer].heard_s = time.monotonic()
             if message is not None:
                 taken.append((peer, message))
@@ -106,7 +104,8 @@ class HostLinks(_Link[m.ToCoordinator]):
         now_s = time.monotonic()
         peers = {name: _Peer(_where(job, node), now_s) for name, node in self._nodes.items()}
         decode = m.decode_to_coordinator
-        super().__init__(self._server.socket, Inbox(lambda b: decode(b) if b else None, self._nodes.keys()), peers)
+        self._members = set(self._nodes)
+        super().__init__(self._server.socket, Inbox(lambda b: decode(b) if b else None, self._members), peers)
         self._early: list[tuple[bytes, m.ToCoordinator]] = []
         self._expendable = job.plan.expendable_nodes if job.config.fault.survive_rollout else ()
         self._lost: list[tuple[int, str]] = []
@@ -156,6 +155,7 @@ class HostLinks(_Link[m.ToCoordinator]):
         if node not in self._expendable:
             super()._gone(name, why)
         elif self._peers.pop(name, None) is not None:
+            self._members.discard(name)  # what it may still say is dropped, as a stranger's
             self._lost.append((node, why))
 
     @property
