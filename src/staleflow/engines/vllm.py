@@ -123,6 +123,7 @@ class VllmEngine:
         self._runner.reload_weights(weights_iterator=weights)
         if self._engine.vllm_config.device_config.device_type == "cpu":
             _pack_experts(self._runner.get_model())
+            _pack_tied_head(self._runner.get_model())
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
@@ -150,6 +151,18 @@ def _pack_experts(model: Any) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _pack_tied_head(model: Any) -> None:
+    """Output weights that are the embeddings are no weights of a reload, but their kernel on the CPU reads a packed
+    copy of its own: without this it would go on with that of the first load."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
+    for layer in layers:
+        if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _engine_args(s: VllmSettings) -> dict[str, Any]:
