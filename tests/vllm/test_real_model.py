@@ -46,7 +46,7 @@ def test_two_steps_and_the_exported_model_answers(tmp_path: Path) -> None:
     summary = job.summary
     assert summary["status"] == "completed" and summary["steps"] == 2 and summary["max_staleness"] <= 2
     assert [one["version"] for one in sorted(summary["evaluations"], key=lambda one: one["version"])] == [0, 2]
-    assert summary["logprob_gap"] < 1e-2  # float32 on both sides, but 30 layers in two ways
+    assert summary["logprob_gap"] < 1e-3
     for line in job.metrics():
         assert all(math.isfinite(line["train"][name]) for name in ("loss", "grad_norm", "entropy"))
 

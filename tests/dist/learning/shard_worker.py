@@ -25,6 +25,7 @@ CASES = {
     "dense": ({"path": str(models / "dense")}, {"kl_coefficient": 0.1}),
     "several_updates": ({"path": str(models / "dense")}, {"updates_per_step": 2, "proximal": "recompute"}),
     "recomputed_activations": ({"path": str(models / "dense"), "activation_checkpointing": True}, {}),
+    "offloaded": ({"path": str(models / "dense"), "cpu_offload": True}, {}),
     "chunked_logits": ({"path": str(models / "dense"), "logits_chunk_tokens": 7}, {}),
     "bfloat16": ({"path": str(models / "dense"), "dtype": "bfloat16"}, {}),
     "experts": ({"path": str(models / "experts")}, {"aggregation": "sequence_mean"}),

@@ -11,7 +11,8 @@ import torch
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 WORKER = Path(__file__).with_name("shard_worker.py")
 CASES = (
-    "dense", "several_updates", "recomputed_activations", "chunked_logits", "bfloat16", "experts", "tied", "resumed",
+    "dense", "several_updates", "recomputed_activations", "offloaded", "chunked_logits", "bfloat16", "experts", "tied",
+    "resumed",
 )  # fmt: skip
 
 
@@ -77,8 +78,9 @@ def test_ranks_take_the_same_steps_as_one(outcomes, case, world):
 @pytest.mark.timeout(600)
 def test_the_settings_that_only_save_memory_change_nothing(outcomes):
     plain = outcomes[1]["chunked_logits"]
-    for name, weight in outcomes[1]["recomputed_activations"]["state"].items():
-        torch.testing.assert_close(plain["state"][name], weight, rtol=1e-3, atol=1e-4)
+    for case in ("recomputed_activations", "offloaded"):
+        for name, weight in outcomes[1][case]["state"].items():
+            torch.testing.assert_close(plain["state"][name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.timeout(600)
