@@ -36,10 +36,10 @@ class BufferArg {
   Py_buffer view_;
 };
 
-inline void copy_bytes(uint8_t* to, const void* from, uint64_t bytes) {
-  if (bytes < kReleaseGilBytes) return copy_for_others(to, from, bytes);
+inline void copy_bytes(uint8_t* to, const void* from, uint64_t bytes, uint64_t room) {
+  if (bytes < kReleaseGilBytes) return copy_for_others(to, from, bytes, room);
   py::gil_scoped_release unlocked;
-  copy_for_others(to, from, bytes);
+  copy_for_others(to, from, bytes, room);
 }
 
 void bind_arena(py::module_& module);

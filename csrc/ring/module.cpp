@@ -34,9 +34,9 @@ uint64_t total_bytes(const std::vector<BufferArg>& buffers) {
   return total;
 }
 
-void copy_all(uint8_t* to, const std::vector<BufferArg>& buffers) {
+void copy_all(uint8_t* to, const std::vector<BufferArg>& buffers, uint64_t room) {
   for (const BufferArg& buffer : buffers) {
-    copy_bytes(to, buffer.data(), buffer.bytes());
+    copy_bytes(to, buffer.data(), buffer.bytes(), room);
     to += buffer.bytes();
   }
 }
@@ -62,7 +62,7 @@ bool wait_in_slices(std::optional<double> timeout_s, Step step) {
 bool push(Ring& ring, const RecordMeta& meta, const std::vector<BufferArg>& buffers, uint64_t bytes) {
   uint8_t* to = ring.reserve(bytes, meta);
   if (!to) return false;
-  copy_all(to, buffers);
+  copy_all(to, buffers, ring.capacity());
   ring.commit();
   return true;
 }
@@ -106,7 +106,7 @@ RecordMeta meta_of(PyObject* item) {
 
 bool reserve_copy(Ring& ring, const RecordMeta& meta, const void* from, uint64_t bytes) {
   uint8_t* to = ring.reserve(bytes, meta);
-  if (to) copy_bytes(to, from, bytes);
+  if (to) copy_bytes(to, from, bytes, ring.capacity());
   return to != nullptr;
 }
 

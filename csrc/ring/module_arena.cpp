@@ -22,7 +22,7 @@ py::object take(const std::shared_ptr<Arena>& arena, const py::object& record) {
   std::shared_ptr<Block> block = arena->allocate(from.bytes());
   if (!block) return py::none();
   arena->pin(block);
-  copy_bytes(arena->data() + block->offset, from.data(), from.bytes());
+  copy_bytes(arena->data() + block->offset, from.data(), from.bytes(), arena->capacity());
   arena->unpin(block);
   return py::cast(block);
 }

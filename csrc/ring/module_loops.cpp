@@ -39,7 +39,7 @@ void produce(Ring& ring, uint64_t count, uint64_t bytes, uint64_t first) {
   const uint64_t batch = std::max<uint64_t>(1, std::min(kBatch, ring.capacity() / 16 / record_bytes(bytes)));
   for (uint64_t i = 0; i < count; ++i) {
     uint8_t* to = reserve_waiting(ring, bytes, {kLoopKind, 0, 0, 0});
-    copy_for_others(to, source.data(), bytes);
+    copy_for_others(to, source.data(), bytes, ring.capacity());
     const uint64_t number = first + i;
     std::memcpy(to, &number, sizeof number);
     ring.stage();

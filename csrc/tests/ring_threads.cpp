@@ -151,7 +151,7 @@ void test_copy() {
   for (uint64_t bytes : {0, 1, 16383, 16384, 16385, 16447, 16448, 33333}) {
     for (uint64_t at : {0, 1, 15, 63, 64, 100}) {
       std::fill(target.begin(), target.end(), uint8_t{0});
-      copy_for_others(target.data() + at, source.data() + at % 7, bytes);
+      copy_past_caches(target.data() + at, source.data() + at % 7, bytes);
       for (uint64_t i = 0; i < target.size(); ++i)
         CHECK(target[i] == (i >= at && i < at + bytes ? source[i - at + at % 7] : 0));
     }

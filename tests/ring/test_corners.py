@@ -298,10 +298,11 @@ def test_the_ring_needs_neither_torch_nor_numpy() -> None:
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 
+@pytest.mark.parametrize("capacity", [1 << 21, 1 << 29])
 @pytest.mark.parametrize("sizes", [(7, 100_003), (64, 16_384), (1, 40_000, 0, 70_001), (200_000,)])
-def test_large_payloads_of_several_parts(make_ring: Callable[..., Ring], sizes: tuple[int, ...]) -> None:
-    """Large parts are copied past the caches, by whole lines: every byte arrives wherever a part begins."""
-    ring, parts = make_ring(1 << 21), [os.urandom(size) for size in sizes]
+def test_large_payloads_of_several_parts(make_ring: Callable[..., Ring], sizes: tuple[int, ...], capacity: int) -> None:
+    """Into a ring larger than the cache they are copied by whole lines: every byte arrives wherever a part begins."""
+    ring, parts = make_ring(capacity), [os.urandom(size) for size in sizes]
     ring.push(1, *parts)
     ring.push(1, b"next")
     first, second = ring.peek(2)
