@@ -138,7 +138,17 @@ def _calibrated(options: argparse.Namespace, config: Config, shape: Sequence[str
     places = [options.out / f"cost_model_{i}.toml" for i in range(config.rollout.instances)]
     processes = []
     for place in places:
-        command = [sys.executable, "-m", "staleflow", "calibrate", options.config, *shape, "--out", str(place)]
+        command = [
+            sys.executable,
+            "-m",
+            "staleflow",
+            "calibrate",
+            options.config,
+            *shape,
+            "--shared",
+            "--out",
+            str(place),
+        ]
         with place.with_suffix(".log").open("w") as output:
             processes.append(subprocess.Popen(command, stdout=output, stderr=output))
         _pin(processes[-1].pid, cores)

@@ -1,8 +1,9 @@
 """`staleflow calibrate CONFIG`: measure a real vLLM instance, fit the cost model, write cost_model.toml.
 
 Sweeps the number of running trajectories and their context lengths. Each point is visited several times, in an order
-drawn at random, and counts with the median of its visits, so that a slow moment of the machine does not look like a
-coefficient. Prefill is what the first tokens of new requests take beyond a decode step. One process, tensor-parallel 1.
+drawn at random, and counts with the lower quartile of its steps: what other programs take away is not the instance's.
+With `--shared` it counts with their mean: for instances that share their cores, and are measured together. Prefill is
+what the first tokens of new requests take beyond a decode step. One process, tensor-parallel 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tomli_w
@@ -26,7 +27,7 @@ from staleflow.jobs import preflight
 
 STEPS = 6  # decode steps per visit
 WARM_STEPS = 2
-VISITS = 5
+VISITS = 8
 PREFILL_STEPS = 8  # at most, until all prompts of a point are computed
 
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--out", type=Path, default=Path("cost_model.toml"))
+    parser.add_argument("--shared", action="store_true", help="count what other programs take away, too")
     parsed = parser.parse_args(argv)
     try:
         config = load(parsed.config, parsed.overrides)
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         parser.exit(2, f"staleflow: {error}\n")
     engine = _engine(config)
     try:
-        result = fit(*measure(engine, config), source=f"staleflow calibrate {parsed.config}")
+        result = fit(*measure(engine, config, parsed.shared), source=f"staleflow calibrate {parsed.config}")
     finally:
         engine.close()
     parsed.out.write_text(tomli_w.dumps(asdict(result.model)))
@@ -60,17 +62,19 @@ def report(result: Calibration, out: Path) -> str:
     )
 
 
-def measure(engine: Engine, config: Config) -> tuple[list[DecodeSample], list[PrefillSample]]:
+def measure(engine: Engine, config: Config, shared: bool = False) -> tuple[list[DecodeSample], list[PrefillSample]]:
     """One sample of each kind per point of the sweep."""
     visits = [point for point in _sweep(config) for _ in range(VISITS)]
     random.Random(0).shuffle(visits)
     _visit(engine, 1, 8)  # the first steps of an engine are slower than all others
-    seen: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    seen: dict[tuple[int, int], list[_Visit]] = {}
     for n, context in visits:
         seen.setdefault((n, context), []).append(_visit(engine, n, context))
     decode, prefill = [], []
-    for (n, context), seconds in seen.items():
-        step_s, first_s = (statistics.median(one) for one in zip(*seconds, strict=True))
+    typical = statistics.mean if shared else _lower_quartile
+    for (n, context), there in seen.items():
+        step_s = typical([seconds for visit in there for seconds in visit.steps_s])
+        first_s = typical([visit.first_s - (visit.first_steps - 1) * step_s for visit in there])
         decode.append(DecodeSample(n, n * (context + WARM_STEPS + STEPS // 2), step_s))
         prefill.append(PrefillSample(n * context, 0, max(0.0, first_s - step_s)))
     return decode, prefill
@@ -85,17 +89,29 @@ def _sweep(config: Config) -> Iterator[tuple[int, int]]:
         n *= 2
 
 
-def _visit(engine: Engine, n: int, context: int) -> tuple[float, float]:
-    """Seconds of a decode step with `n` running, and of their first tokens together."""
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[0]
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Seconds of some decode steps, and of the steps until all had their first token."""
+
+    steps_s: list[float]
+    first_s: float
+    first_steps: int
+
+
+def _visit(engine: Engine, n: int, context: int) -> _Visit:
     rng = random.Random(n * 1000 + context)
     for tid in range(n):
         tokens = [3 + rng.randrange(5) for _ in range(context)]
         engine.add(Request(tid, tokens, STEPS + WARM_STEPS + PREFILL_STEPS, 1.0, ignore_eos=True))
-    first_s, begun = 0.0, set[int]()
+    first_s, first_steps, begun = 0.0, 0, set[int]()
     while len(begun) < n:  # an engine may take several steps to compute many prompts
         began_s = time.perf_counter()
         begun.update(delta.tid for delta in engine.step())
-        first_s += time.perf_counter() - began_s
+        first_s, first_steps = first_s + time.perf_counter() - began_s, first_steps + 1
     seconds = []
     for _ in range(WARM_STEPS + STEPS):
         began_s = time.perf_counter()
@@ -105,7 +121,7 @@ def _visit(engine: Engine, n: int, context: int) -> tuple[float, float]:
     while engine.busy():
         engine.step()
     engine.reset_prefix_cache()
-    return statistics.median(seconds[WARM_STEPS:]), first_s
+    return _Visit(seconds[WARM_STEPS:], first_s, first_steps)
 
 
 def _engine(config: Config) -> Engine:
