@@ -200,7 +200,8 @@ class Checkpointing:
         for place in layout.complete(self._c.run_dir):
             mean = self._means.pop(layout.version_of(place), None)
             before = layout.best(self._c.run_dir)
-            if mean is not None and (before is None or mean > before[1]):
+            # Evaluated once more, after a resume: the newer figure is the one that is in the summary.
+            if mean is not None and (before is None or before[0] == place or mean > before[1]):
                 layout.mark_best(self._c.run_dir, place, mean)
                 self._note(f"{place.name} is the best checkpoint so far: {mean:.3f} on held-out prompts")
 

@@ -109,6 +109,8 @@ def test_the_best_on_held_out_prompts_is_kept_whenever_its_evaluation_ends(tmp_p
     desk.checkpointing.evaluated(8, 0.875)
     assert layout.best(run_dir) == (desk.checkpointing.saved, 0.875)
     assert desk.notes[-1] == "step_000008 is the best checkpoint so far: 0.875 on held-out prompts"
+    desk.checkpointing.evaluated(8, 0.5)  # once more, after a resume
+    assert layout.best(run_dir) == (desk.checkpointing.saved, 0.5)
 
 
 def test_it_counts_only_when_everybody_has_written(tmp_path: Path) -> None:
