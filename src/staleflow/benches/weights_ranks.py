@@ -80,21 +80,22 @@ def trainer(setup: Setup) -> None:
     weights = random_weights(setup.manifest)
     results: dict[str, Any] = {"raw": [], "per_parameter": []}
     if setup.limits:
-        _measure_limits(setup, meeting, weights.flat.numpy(), results)
+        _measure_limits(setup, meeting, [weights.flat.numpy()], results)
     _publish(setup, meeting, weights, "full", [1.0] * setup.repeats)
     _publish(setup, meeting, weights, "delta", [1.0, *(share for share in setup.shares for _ in range(setup.repeats))])
     meeting.store.wait([f"done {rank}" for rank in range(HOST, setup.ranks)], TIMEOUT)  # the store lives here
     print(json.dumps(results))
 
 
-def _measure_limits(setup: Setup, meeting: Meeting, memory: np.ndarray, results: dict[str, Any]) -> None:
-    """Both ends: the image in one broadcast, then one broadcast per parameter, in turn."""
+def _measure_limits(setup: Setup, meeting: Meeting, images: list[np.ndarray], results: dict[str, Any]) -> None:
+    """Both ends: the image in one broadcast, then one broadcast per parameter; from and into the memory of a push."""
     raw = meeting.group("raw")
-    for _ in range(setup.repeats):
+    for turn in range(setup.repeats):
+        memory = images[turn % len(images)]
         meeting.barrier()
-        results["raw"].append(seconds(lambda: raw.broadcast(torch.from_numpy(memory), 0).wait()))
+        results["raw"].append(seconds(partial(_broadcast_whole, raw, memory)))
         meeting.barrier()
-        results["per_parameter"].append(seconds(lambda: send_each(raw, setup.manifest, memory)))
+        results["per_parameter"].append(seconds(partial(send_each, raw, setup.manifest, memory)))
 
 
 def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares: list[float]) -> None:
@@ -139,7 +140,7 @@ def host(setup: Setup) -> None:
     store = NodeStore.create(f"{setup.token}-store", setup.manifest)
     results: dict[str, Any] = {"raw": [], "per_parameter": [], "pushes": []}
     if setup.limits:
-        _measure_limits(setup, meeting, store._images[0], results)
+        _measure_limits(setup, meeting, store._images, results)
     for mode, count in (("full", setup.repeats), ("delta", 1 + setup.repeats * len(setup.shares))):
         _store_versions(setup, meeting, store, mode, count, results["pushes"])
     meeting.store.set("store", "1")
@@ -223,6 +224,10 @@ def seconds(action: Callable[[], object]) -> tuple[float, float]:
     begin, cpu = time.perf_counter(), time.process_time()
     action()
     return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def _broadcast_whole(group: Any, memory: np.ndarray) -> None:
+    group.broadcast(torch.from_numpy(memory), 0).wait()
 
 
 def send_each(group: Any, manifest: Manifest, memory: np.ndarray) -> None:
