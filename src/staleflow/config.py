@@ -238,11 +238,38 @@ def _contradictions(c: Config) -> typing.Iterator[str]:
             f"with checkpoint.every_steps > 0 (now {c.checkpoint.every_steps}) and a policy with books (now "
             f"{c.coordination.policy!r}); change these, or switch it off"
         )
+    yield from _transport_faults(c)
     if c.algorithm.temperature not in (1.0, c.rollout.temperature):
         yield (
             f"algorithm.temperature = {c.algorithm.temperature}: trainer and engine must use one temperature; "
             f"set rollout.temperature (now {c.rollout.temperature}) alone"
         )
+
+
+def _transport_faults(c: Config) -> typing.Iterator[str]:
+    """What `file` and `direct` cannot do."""
+    transport = c.parameters.transport
+    if transport == "broadcast":
+        return
+    if c.parameters.delta:
+        yield f"parameters.delta = true: transport {transport!r} always carries whole versions; use 'broadcast'"
+    if c.fault.survive_rollout:
+        yield f"fault.survive_rollout = true: transport {transport!r} goes on with all its members; use 'broadcast'"
+    if transport == "direct" and not _pull_together(c.coordination):
+        yield (
+            "parameters.transport = 'direct': all instances take each version together, but with "
+            f"coordination.policy = {c.coordination.policy!r}, synchronization = {c.coordination.synchronization!r} "
+            f"and partial_rollout = {str(c.coordination.partial_rollout).lower()} each takes it at its own time; set "
+            "synchronization = 'greedy' and partial_rollout = true (or policy 'sync' or 'one_step'), or use 'broadcast'"
+        )
+
+
+def _pull_together(coordination: CoordinationSettings) -> bool:
+    """Whether instances are told to Pull as soon as there is a version, or all wait until they are drained."""
+    if coordination.policy in ("sync", "one_step"):
+        return True
+    own = coordination.synchronization if coordination.policy == "staleflow" else "greedy"
+    return own == "drained" or (own == "greedy" and coordination.partial_rollout)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

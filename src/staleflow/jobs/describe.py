@@ -26,7 +26,7 @@ def describe(config: Config, plan: JobPlan) -> str:
     for group in plan.groups:
         own = "  (their own world)" if group.default else ""
         lines.append(f"  {group.name:<12} ranks {_ranges(group.ranks)}{own}")
-    lines.append(f"relays  ranks {_ranges(plan.relays)} land each version in their node's store")
+    lines.append(_way_of_versions(config, plan))
     if config.fault.survive_rollout:
         lines += _survived(plan)
     lines.append("memory, estimated from the model's shape")
@@ -44,6 +44,16 @@ def _survived(plan: JobPlan) -> list[str]:
     for relay in [rank for rank in plan.relays if rank in hosts][:SHOWN_NODES]:
         lines.append(f"  relay {relay} lost: rank {plan.substitute(relay)} in its place")
     return lines
+
+
+def _way_of_versions(config: Config, plan: JobPlan) -> str:
+    match config.parameters.transport:
+        case "broadcast":
+            return f"relays  ranks {_ranges(plan.relays)} land each version in their node's store"
+        case "file":
+            return "versions  are files in the run directory, which all nodes must see"
+        case _:
+            return "versions  go from the trainers straight to all instances, which pull together"
 
 
 def _role(r: RankPlan) -> str:

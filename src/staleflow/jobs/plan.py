@@ -63,7 +63,7 @@ class JobPlan:
     nodes: tuple[Node, ...]
     ranks: tuple[RankPlan, ...]
     groups: tuple[Group, ...]
-    relays: tuple[int, ...]  # one rank per node with rollout ranks: lands each version in the node's store
+    relays: tuple[int, ...]  # the host of each node with rollout ranks: sees to it that a version can be pulled there
     trainer_rings: Rings
     rollout_rings: Rings
     arena_bytes: int  # per host
@@ -75,6 +75,11 @@ class JobPlan:
     @property
     def trainers(self) -> tuple[int, ...]:
         return tuple(r.rank for r in self.ranks if r.role == "trainer")
+
+    @property
+    def publish(self) -> tuple[int, ...]:
+        """Members of the group through which versions travel, trainers first; nobody with transport `file`."""
+        return next((group.ranks for group in self.groups if group.name == "publish"), ())
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -142,9 +147,22 @@ def plan(config: Config, world: Sequence[Node]) -> JobPlan:
         Group(f"instance-{i}", tuple(r.rank for r in ranks if r.instance == i), default=True)
         for i in range(config.rollout.instances)
     ]
-    groups = (Group("trainers", trainers, default=True), *instances, Group("publish", trainers + relays))
+    groups = (Group("trainers", trainers, default=True), *instances, *_publish_group(config, ranks, trainers, relays))
     rings = _trainer_rings(config), _rollout_rings(config)
     return JobPlan(tuple(world), ranks, groups, relays, *rings, _arena(config))
+
+
+def _publish_group(
+    config: Config, ranks: Sequence[RankPlan], trainers: tuple[int, ...], relays: tuple[int, ...]
+) -> tuple[Group, ...]:
+    """Through which versions travel, by transport; `file` needs none."""
+    match config.parameters.transport:
+        case "broadcast":
+            return (Group("publish", trainers + relays),)
+        case "direct":
+            return (Group("publish", trainers + tuple(r.rank for r in ranks if r.role == "rollout")),)
+        case _:
+            return ()
 
 
 def _assign(config: Config, world: Sequence[Node]) -> tuple[RankPlan, ...]:

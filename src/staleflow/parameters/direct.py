@@ -1,9 +1,8 @@
-"""Transport `direct`: trainers and the instances that pull together in one group, device to device, nothing in between.
+"""Transport `direct`: trainers and the instances that pull together in one group, with nothing stored in between.
 
 Every version is pulled by every instance of the group, in order: a push lasts until all have taken it, and nothing is
-stored. All pieces are broadcast in the order of the image, each by the trainer rank that holds it, through a group
-that may be NCCL (`data_group`); agreements go over Gloo, because waiting for the other side may take long and an NCCL
-operation would keep the device busy with it.
+stored. All pieces are broadcast in the order of the image, each by the trainer rank that holds it, from and into host
+memory: from a GPU they come through pinned buffers, into one they go tensor by tensor as the engine loads them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from staleflow.parameters.layout import Piece, Range, Rows
@@ -36,13 +36,12 @@ class Direct:
         trainers: Sequence[int],
         bucket_bytes: int,
         *,
-        data_group: ProcessGroup | None = None,
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
     ) -> None:
         self.manifest, self.bucket_bytes = manifest, bucket_bytes
         self.chain = Chain.of(group.size(), trainers)
-        self.wire = Wire(group, names, timeout_s, data_group=data_group)
+        self.wire = Wire(group, names, timeout_s)
         self._course: Course | None = None
         self._staging: Staging | None = None
 
@@ -57,10 +56,10 @@ class Direct:
         for trainer, piece in in_image_order(self._course):
             root = self.chain.trainers[trainer]
             if root == self.wire.rank:
-                data = self._staging.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
+                data = self._staging.read(piece)
                 sent += piece.nbytes
             else:
-                data = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._staging.device)
+                data = np.empty(piece.nbytes, np.uint8)
             self.wire.broadcast(data, root)
         return Sent(version, time.monotonic() - begin, sent, self._staging.shard.nbytes)
 
@@ -85,15 +84,12 @@ class DirectSource:
         manifest: Manifest,
         trainers: Sequence[int],
         *,
-        device: torch.device | str = "cpu",
-        data_group: ProcessGroup | None = None,
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
     ) -> None:
         self.manifest = manifest
-        self._device = device
         self._chain = Chain.of(group.size(), trainers)
-        self._wire = Wire(group, names, timeout_s, data_group=data_group)
+        self._wire = Wire(group, names, timeout_s)
         self._course: Course | None = None
         self._agreement: Agreement | None = None
         self._offered: int | None = None
@@ -131,11 +127,11 @@ class DirectSource:
 
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._course is not None, "newest() comes first"
-        assembly = _Assembly(self.manifest, self._device)
+        assembly = _Assembly(self.manifest)
         for trainer, piece in in_image_order(self._course):
-            data = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
+            data = np.empty(piece.nbytes, np.uint8)
             self._wire.broadcast(data, self._chain.trainers[trainer])
-            yield from assembly.add(piece, data)
+            yield from assembly.add(piece, torch.from_numpy(data))
         self._last, self._offered = self._offered, None
 
 
@@ -147,7 +143,7 @@ class DirectReading:
         self.version = version
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor on the source's device), each as soon as all its rows are there; memory of its own."""
+        """(name, CPU tensor), each as soon as all its rows are there; memory of its own."""
         return self._source._receive()
 
     def valid(self) -> bool:
@@ -158,9 +154,8 @@ class DirectReading:
 class _Assembly:
     """Puts tensors together from pieces that arrive in the order of the image."""
 
-    def __init__(self, manifest: Manifest, device: torch.device | str) -> None:
+    def __init__(self, manifest: Manifest) -> None:
         self._entries = manifest.entries
-        self._device = device
         self._open: dict[int, tuple[torch.Tensor, int]] = {}  # entry -> (its bytes, how many are still missing)
 
     def add(self, piece: Piece, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,7 +175,7 @@ class _Assembly:
         if end - begin == entry.nbytes:
             return arrived
         if index not in self._open:
-            self._open[index] = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device), entry.nbytes
+            self._open[index] = torch.empty(entry.nbytes, dtype=torch.uint8), entry.nbytes
         whole, missing = self._open.pop(index)
         whole[begin - entry.offset_bytes : end - entry.offset_bytes] = arrived
         if missing == end - begin:

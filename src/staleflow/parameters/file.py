@@ -12,8 +12,9 @@ import contextlib
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from staleflow.parameters.store import StoreError
 from staleflow.parameters.transports import Sent
 
 KEPT = 2
+WATCH_S = 0.01  # how often a watcher looks
 _NAME = re.compile(r"rows_\d+_of_(\d+)\.safetensors")
 
 
@@ -128,6 +130,45 @@ class FileReading:
     def valid(self) -> bool:
         """Whether all of it was read: files are never changed, only removed."""
         return self._whole
+
+
+class FileWatch:
+    """Tells when a version is complete: (own thread) waits for files, and for nobody.
+
+    `on_stored(version, seconds)` is called from the thread; seconds since the version's folder was first seen.
+    """
+
+    def __init__(
+        self,
+        source: FileSource,
+        on_stored: Callable[[int, float], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._source, self._on_stored, self._on_error = source, on_stored, on_error
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except OSError as error:
+            self._on_error(error)
+
+    def _watch(self) -> None:
+        told: int | None = None
+        seen_s: dict[int, float] = {}
+        while not self._stopping.wait(WATCH_S):
+            now_s = time.monotonic()
+            seen_s = {version: seen_s.get(version, now_s) for version in _folders(self._source.directory)}
+            newest = self._source.newest()
+            if newest is not None and newest != told:
+                self._on_stored(newest, time.monotonic() - seen_s.get(newest, now_s))
+                told = newest
 
 
 def _folders(directory: Path) -> list[int]:

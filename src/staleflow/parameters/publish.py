@@ -11,6 +11,11 @@ only in `snapshot` and `close`, for a buffer that becomes free when a push ends;
 other trainer ranks, which they have already snapshot or will after a step that needs nothing from the publishers, and
 relays, which wait for nobody. Readers are never waited for. So η = 0 (rollout waits for the version, the trainer for
 rollouts) and the last step (nobody waits for its version) are no special cases: the version arrives by itself.
+
+Transport `direct` has no store, and a push waits for all instances to take the version. They are told to when it has
+been snapshot, and never wait for a trainer's main thread: an instance obeys between two of its own steps, and in the
+Pull waits for the other instances, which obey as well, and for the trainers' threads. So the buffer becomes free, at
+η = 0 too. After the last step nobody is told any more: `close(deliver=False)`.
 """
 
 from __future__ import annotations
@@ -45,10 +50,14 @@ class PublishError(RuntimeError):
 
 @dataclass
 class PublishStats:
-    """Sums since the start. `blocked_s`: time the trainer's main thread waited for the buffer; the rest overlapped."""
+    """Sums since the start. `blocked_s`: time the trainer's main thread waited for the buffer; the rest overlapped.
+
+    `last_s` is what the last push took.
+    """
 
     versions: int = 0
     publish_s: float = 0.0
+    last_s: float = 0.0
     snapshot_s: float = 0.0
     blocked_s: float = 0.0
     sent_bytes: int = 0
@@ -66,6 +75,7 @@ class _State:
 
     version: int | None = None  # staged, not yet published
     closing: bool = False
+    deliver: bool = True
     failure: BaseException | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -167,11 +177,16 @@ class Publisher:
         """Why publishing stopped, or None."""
         return self._state.failure
 
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Publish what is staged, tell the relays that this is the end, and stop. Never raises for a lost peer."""
+    def close(self, timeout_s: float = 60.0, *, deliver: bool = True) -> None:
+        """Publish what is staged, tell the relays that this is the end, and stop. Never raises for a lost peer.
+
+        Without `deliver` what nobody has taken yet is dropped.
+        """
         with self._state.changed:
-            self._state.closing = True
+            self._state.closing, self._state.deliver = True, deliver
             self._state.changed.notify_all()
+        if not deliver:
+            self._transport.stop()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("the publisher did not end within %.0f s; leaving it", timeout_s)
@@ -203,6 +218,7 @@ class Publisher:
         self._fresh = False
         self.stats.versions += 1
         self.stats.publish_s += sent.seconds
+        self.stats.last_s = sent.seconds
         self.stats.sent_bytes += sent.sent_bytes
         self.stats.full_bytes += sent.full_bytes
         with self._state.changed:
@@ -212,7 +228,8 @@ class Publisher:
 
     def _fail(self, error: BaseException | PeerLostError) -> None:
         with self._state.changed:
-            if self._state.failure is None and not (self._state.closing and self._state.version is None):
+            over = self._state.closing and (self._state.version is None or not self._state.deliver)
+            if self._state.failure is None and not over:
                 log.error("publishing failed: %s", error)
                 self._state.failure = error
             self._state.changed.notify_all()

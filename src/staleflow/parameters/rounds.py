@@ -109,7 +109,7 @@ def handshake(wire: Wire, chain: Chain, manifest: Manifest, rows: Sequence[Rows]
     shards = []
     for rank in chain.trainers:
         data = np.frombuffer(text, np.uint8).copy() if rank == wire.rank else np.zeros(said[rank][1], np.uint8)
-        wire.tell(data, rank)
+        wire.broadcast(data, rank)
         shards.append(shard_of(manifest, [Rows(*part) for part in json.loads(data.tobytes())]))
     require_complete(manifest, shards)
     bucket = said[chain.trainers[0]][2]

@@ -80,16 +80,13 @@ class Wire:
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,
-        data_group: ProcessGroup | None = None,
     ) -> None:
-        """`data_group`: another group of the same members for `broadcast` (NCCL); everything else goes over Gloo."""
         self.rank, self.size = group.rank(), group.size()
         self.names = list(names) or [f"member {rank}" for rank in range(self.size)]
         if len(self.names) != self.size:
             raise ValueError(f"{len(self.names)} names for a publish group of {self.size}: {self.names}")
         self.timeout_s = timeout_s
         self._group: Any = group
-        self._data_group: Any = data_group or group
         self._on_lost = on_lost
         self._stopping = threading.Event()
         self._pending: Message | None = None
@@ -143,14 +140,8 @@ class Wire:
             self._attempt("agreement", agreement.work.wait)
         return [gathered.tolist() for gathered in agreement.rows]
 
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
+    def broadcast(self, data: Bytes, root: int) -> None:
         """Send `data` from `root` to all members (in place), within the time limit."""
-        limit = timedelta(seconds=self.timeout_s)
-        what = f"broadcast from {self.names[root]}"
-        self._attempt(what, lambda: self._data_group.broadcast(data, root, limit).wait())
-
-    def tell(self, data: Bytes, root: int) -> None:
-        """Like `broadcast`, for bytes in host memory and over the group itself."""
         limit = timedelta(seconds=self.timeout_s)
         what = f"broadcast from {self.names[root]}"
         self._attempt(what, lambda: self._group.broadcast(torch.from_numpy(data), root, limit).wait())

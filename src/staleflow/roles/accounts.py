@@ -13,6 +13,7 @@ from staleflow.roles.messages import Probe, Snapshot
 
 _LASTING = (
     "rewards", "trained_trajectories", "trained_tokens", "trainer_busy_s", "publish_wait_s", "segments_max",
+    "interrupted",
 )  # fmt: skip
 
 
@@ -28,6 +29,7 @@ class Accounts:
     publish_s: list[float] = field(default_factory=list)
     publish_wait_s: float = 0.0
     pull_s: list[float] = field(default_factory=list)
+    interrupted: int = 0  # by Pulls; those called back to be moved are the core's
     segments_max: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0

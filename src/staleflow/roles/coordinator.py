@@ -141,12 +141,15 @@ class CoordinatorRole:
                 self.core.returned(tid, tokens, v_traj)
             case m.Stored(version=version, seconds=seconds):
                 self._on_stored(node, version, seconds)
+            case m.Offered(version=version, last_s=last_s):
+                self._offered(version, last_s)
             case m.StepDone():
                 self._on_step_done(message, now_s)
             case m.Ready(rank=rank):
                 self._on_ready(rank, now_s)
-            case m.Pulled(seconds=seconds):
-                self.accounts.pull_s.append(seconds)
+            case m.Pulled():
+                self.accounts.pull_s.append(message.seconds)
+                self.accounts.interrupted += message.interrupted
             case m.Probe(rank=rank):
                 self.accounts.probe(message, trainer=rank in self._plan.trainers)
             case m.Payload(tid=tid, node=target):
@@ -202,6 +205,12 @@ class CoordinatorRole:
             self.core.published(version)
             for old in [v for v in self._stored if v < version]:
                 del self._stored[old]
+
+    def _offered(self, version: int, last_s: float) -> None:
+        """Transport `direct`: nothing is stored; a push lasts until all instances have pulled."""
+        if last_s > 0:
+            self.accounts.publish_s.append(last_s)
+        self.core.published(version)
 
     def _finished(self, f: m.Finished, now_s: float) -> None:
         self._progress_s = now_s
@@ -285,6 +294,14 @@ class CoordinatorRole:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
+    def _owes_evaluation(self) -> bool:
+        """Before the first step; later only where the attempt before this one was lost in the middle of it."""
+        if self._c.evaluation is None or self._start_version >= self._last_step:
+            return False
+        every, version = self._c.evaluation.every_steps, self._start_version
+        due = version == 0 or (every > 0 and version % every == 0)
+        return due and all(done["version"] != version for done in self._observer.accuracies)
+
     def _evaluate(self, version: int) -> None:
         assert self.evaluations is not None
         _, work = self.evaluations.start(version)
@@ -316,14 +333,6 @@ class CoordinatorRole:
             "prompts": self._prompts.state_dict(),
             "run": {"accounts": self.accounts.dump(time.monotonic()), "evaluations": self._observer.accuracies},
         }
-
-    def _owes_evaluation(self) -> bool:
-        """Before the first step; later only where the attempt before this one was lost in the middle of it."""
-        if self._c.evaluation is None or self._start_version >= self._last_step:
-            return False
-        every, version = self._c.evaluation.every_steps, self._start_version
-        due = version == 0 or (every > 0 and version % every == 0)
-        return due and all(done["version"] != version for done in self._observer.accuracies)
 
     def resume(self, resume: Resume, prompt: Callable[[int], Prompt]) -> None:
         """Before the first turn: take over what an earlier attempt has left. `core` has been loaded already."""

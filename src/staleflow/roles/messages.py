@@ -82,10 +82,13 @@ class Snapshot(Wire):
 
 
 class Pulled(Wire):
+    """`interrupted`: trajectories that were in flight, and go on under the new version."""
+
     instance: int
     version: int
     seconds: float
     retries: int
+    interrupted: int
 
 
 class Probe(Wire):
@@ -104,6 +107,7 @@ class StepDone(Wire):
     metrics: dict[str, float]
     busy_s: float
     snapshot_wait_s: float
+    publish_overlap: float = 1.0  # share of all publishing time so far for which training did not wait
 
 
 class Saved(Wire):
@@ -129,12 +133,12 @@ class Copied(Wire):
     version: int
 
 
-class Published(Wire):
-    """One trainer rank's share of a version has left."""
+class Offered(Wire):
+    """Transport `direct`: the trainers hold this version ready for all instances. `last_s`: what the last push took."""
 
     rank: int
     version: int
-    seconds: float
+    last_s: float
 
 
 class StopRequested(Wire):
@@ -151,7 +155,7 @@ class Failed(Wire):
     error: str
 
 
-Report = Ready | Snapshot | Pulled | Probe | StepDone | Saved | SaveFailed | Copied | Published | StopRequested | Failed
+Report = Ready | Snapshot | Pulled | Probe | StepDone | Saved | SaveFailed | Copied | Offered | StopRequested | Failed
 
 
 # ---- host -> coordinator ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from staleflow.roles.accounts import Accounts
 from staleflow.roles.batching import StepPlan
 from staleflow.roles.evaluations import Round
 from staleflow.roles.messages import StepDone
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Observer:
         self._core: Coordinator
         self._started: _Started | None = None
         self._last_done_s = 0.0
+        self._publish_overlap: float | None = None
         self._loss: float | None = None
         self._steps_done = 0
         self.accuracies: list[dict[str, float]] = []
@@ -45,6 +49,8 @@ class Observer:
         self._steps_done = core.version
 
     def note(self, text: str) -> None:
+        """For people: on the view, and in rank 0's log."""
+        log.info("%s", text)
         self._view.note(text)
 
     def step_started(self, ages: Counter[int], reward: float, now_s: float, prompts: list[int]) -> None:
@@ -59,6 +65,7 @@ class Observer:
         a = self._accounts
         since_s = now_s - (self._last_done_s or a.began_s)
         self._last_done_s = now_s
+        self._publish_overlap = slowest.publish_overlap
         self._steps_done, self._loss = plan.step + 1, metrics.get("loss")
         values: dict[str, Any] = {
             "reward": started.reward,
@@ -70,7 +77,9 @@ class Observer:
             "train_s": slowest.busy_s,
             "publish_wait_s": slowest.snapshot_wait_s,
             "publish_s": a.publish_s[-1] if a.publish_s else None,
+            "publish_overlap": slowest.publish_overlap,
             "pull_s": a.pull_s[-1] if a.pull_s else None,
+            "versions": {s.instance: s.version for s in sorted(a.engines.values(), key=lambda s: s.instance)},
             "trainer_idle_fraction": a.trainer_idle_fraction(now_s),
             "rollout_busy_fraction": a.rollout_busy_fraction(now_s),
             "generated_tokens": a.generated_tokens,
@@ -84,7 +93,7 @@ class Observer:
 
     def evaluated(self, of: Round, result: dict[str, float]) -> None:
         self.accuracies.append(result)
-        self._view.note(
+        self.note(
             f"evaluation at version {of.version}: {result['mean']:.3f} ± {result['stderr']:.3f} "
             f"on {int(result['prompts'])} prompts"
         )
@@ -120,7 +129,7 @@ class Observer:
         path = write_summary(self._c.run_dir, summary)
         self._view.close()
         for line in closing_lines(summary, self._c.run_dir):
-            self._view.note(line)
+            self.note(line)
         return path
 
     def summary(self, status: str, reason: str) -> dict[str, Any]:
@@ -153,10 +162,11 @@ class Observer:
             "trainer_idle_fraction": a.trainer_idle_fraction(now_s) if a.began_s else 1.0,
             "rollout_busy_fraction": a.rollout_busy_fraction(now_s) if a.began_s else 0.0,
             "publish_s": _mean(a.publish_s),
+            "publish_overlap": self._publish_overlap,
             "publish_wait_s": a.publish_wait_s,
             "pull_s": _mean(a.pull_s),
             "pulls": len(a.pull_s),
-            "interrupts": view.interrupts,
+            "interrupts": a.interrupted + view.interrupts,
             "migrations": view.migrations,
             "reward_first": first,
             "reward_last": last,

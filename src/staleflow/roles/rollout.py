@@ -192,7 +192,7 @@ class Rollout:
             self._tell(Probe(self._s.rank, self._version, logprobs.tobytes()))
         for held in self._held.values():
             self._start(held)
-        self._tell(Pulled(self._s.instance, result.version, result.seconds, result.retries))
+        self._tell(Pulled(self._s.instance, result.version, result.seconds, result.retries, len(self._held)))
 
     # ---- generation --------------------------------------------------------------------------------------------------
 

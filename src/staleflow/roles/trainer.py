@@ -5,12 +5,13 @@ waits for     the next record of the down ring; in a step: the other trainer ran
               thread, at points equal on all ranks since every rank gets the same number of micro-batches); before the
               snapshot of its shard: the staging buffer, which the publisher's own thread frees
 unblocked by  its host, which plans a step for all trainer ranks or for none
-produces      StepDone, Saved, Published and probe reports on the up ring; versions, through its publisher; its part of
+produces      StepDone, Saved, Offered and probe reports on the up ring; versions, through its publisher; its part of
               checkpoints, through DCP's own thread and group
 
 It cannot deadlock: the publisher has a communicator and a thread of its own and waits for relays only, which wait for
-nothing but the publish group; the ring holds at least two of the largest micro-batches, so the host can always finish
-the one that this rank is waiting for.
+nothing but the publish group (with transport `direct` for instances, which are told to Pull once this rank has offered
+a version: parameters/publish.py); the ring holds at least two of the largest micro-batches, so the host can always
+finish the one that this rank is waiting for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from staleflow.observe.spans import FORWARD_BACKWARD, PACK, PUSH, TRAIN, WAIT, S
 from staleflow.parameters.publish import Publisher, PublishError
 from staleflow.roles.messages import (
     Kind,
+    Offered,
     Probe,
     Ready,
     Regroup,
@@ -56,6 +58,7 @@ class TrainerSettings:
     rank: int
     leader: bool  # first of the trainer ranks: reports what is equal on all
     start_version: int
+    offers: bool  # tells the coordinator of versions itself: transport `direct`, first trainer rank
     record_timeout_s: float
     probe: tuple[int, ...]  # token ids scored after each step, for the engine-trainer gap; empty: none
     audit_dir: Path | None  # keep every version's weights here (tests)
@@ -175,7 +178,8 @@ class Trainer:
         with self._spans.span(TRAIN, step=header.step, version=header.step):
             metrics = self._policy.train_step(header.step, self._microbatches(header), totals)
         waited_s = self._publish(header.step + 1)
-        self._link.report(StepDone(self._s.rank, header.step, metrics, time.monotonic() - began_s, waited_s))
+        overlap = self._publisher.stats.overlap
+        self._link.report(StepDone(self._s.rank, header.step, metrics, time.monotonic() - began_s, waited_s, overlap))
         self._link.flush()
 
     def _tell_saved(self) -> None:
@@ -192,6 +196,9 @@ class Trainer:
         with self._spans.span(PUSH, version=version):
             self._snapshot(version)
         waited_s = time.monotonic() - began_s
+        if self._s.offers:
+            self._link.report(Offered(self._s.rank, version, self._publisher.stats.last_s))
+            self._link.flush()
         if self._s.audit_dir is not None:
             self._keep_weights(self._s.audit_dir / f"v{version}.safetensors")
         if self._s.probe:

@@ -21,6 +21,7 @@ from staleflow.jobs.devices import cuda_index
 from staleflow.jobs.preflight import model_facts
 from staleflow.jobs.runtime import Job
 from staleflow.observe.profiling import Profiling, open_profiling
+from staleflow.roles import plane
 from staleflow.roles.beginning import wait_for_start
 from staleflow.roles.messages import Failed, Regroup
 from staleflow.roles.ranklink import RankLink
@@ -35,15 +36,14 @@ RETIRE_FLUSH_S = 2.0
 def play_trainer(job: Job) -> int:
     from staleflow.checkpoint.trainer_state import load
     from staleflow.learning.trainer import PolicyTrainer
-    from staleflow.parameters.manifest import Manifest
-    from staleflow.parameters.publish import Publisher
     from staleflow.roles.trainer import Trainer, TrainerSettings
 
     started_s = time.monotonic()
     config = job.config
     down, up = rings.attach_rings(job)
     link = RankLink(down, up)
-    group = job.group("publish", job.plan.trainers + job.plan.relays)
+    rings.tell_mapped(job)
+    group = plane.publish_group(job)
     job.enter_role_world(job.plan.trainers, job.me.device or 0)
     with _told_to_host(job, link):
         device = device_of(job)
@@ -58,27 +58,20 @@ def play_trainer(job: Job) -> int:
         start = wait_for_start(job)
         if start.trainer is not None:
             load(policy, Path(start.trainer))
-        manifest = Manifest.from_model_dir(config.model.path, config.parameters.wire_dtype)
-        publisher = Publisher(
-            policy.sharded_parameters(),
-            manifest,
-            group,
-            trainer_ranks_in_group=range(len(job.plan.trainers)),
-            bucket_bytes=int(config.parameters.bucket_mib * (1 << 20)),
-            delta=config.parameters.delta,
-            names=rings.names_of(job, job.plan.trainers + job.plan.relays),
-            timeout_s=config.fault.collective_timeout_s,
-        )
+        publisher = plane.publisher_of(job, group, policy.sharded_parameters())
+        direct = config.parameters.transport == "direct"
         settings = TrainerSettings(
             rank=job.rank,
             leader=job.rank == job.plan.trainers[0],
             start_version=start.version,
+            offers=direct and job.rank == job.plan.trainers[0],
             record_timeout_s=config.fault.collective_timeout_s,
             probe=probe_tokens(config),
             audit_dir=_audit_dir(job),
         )
         job.watch_signals()
-        spans, profiling = spans_of(job), _profiling(job)
+        spans = spans_of(job)
+        profiling = _profiling(job)
         regroup = _regrouping(job, publisher) if config.fault.survive_rollout else None
         try:
             unpack, asked = unpack_to(device, down), job_signal(job)
@@ -86,7 +79,7 @@ def play_trainer(job: Job) -> int:
         finally:
             profiling.close()
             spans.close()
-            publisher.close()
+            publisher.close(deliver=not direct)  # of the last version nobody may be told to take it
         pinning.unpin()
     _retire(link)
     return 0  # told to leave: the exit code of the job is rank 0's
@@ -108,7 +101,9 @@ def play_rollout(job: Job) -> int:
     started_s = time.monotonic()
     config = job.config
     link = RankLink(*rings.attach_rings(job))
-    store = _attach_store(job)
+    group = plane.publish_group(job)
+    source = plane.source_of(job, group)
+    rings.tell_mapped(job)
     instance = job.plan.instance(job.me.instance or 0)
     cut = job.group(f"cut-{job.me.instance}", instance) if len(instance) > 1 else None
     os.environ.update({k: v for k, v in environment(not torch.cuda.is_available()).items() if k not in os.environ})
@@ -117,8 +112,8 @@ def play_rollout(job: Job) -> int:
         from staleflow.parameters.pull import Puller
 
         engine = build_engine(job)
-        store.register_cuda()  # now that the engine has chosen its device
-        puller = Puller(store, engine, agree=_agree(cut, "MIN"))
+        plane.pin(source)  # now that the engine has chosen its device
+        puller = Puller(source, engine, agree=_agree(cut, "MIN"))
         settings = RolloutSettings(
             rank=job.rank,
             instance=job.me.instance or 0,
@@ -230,16 +225,6 @@ def _audit_dir(job: Job) -> Path | None:
     directory = job.run_dir / "audit"
     directory.mkdir(exist_ok=True)
     return directory
-
-
-def _attach_store(job: Job) -> Any:
-    from staleflow.parameters.store import NodeStore
-
-    host = f"rank {job.plan.host_of(job.rank)} (host)"
-    name = job.read(f"store/{job.me.node}", job.config.fault.start_timeout_s, host)
-    store = NodeStore.attach(name)
-    job.post(f"mapped/{job.rank}", True)
-    return store
 
 
 def _agree(group: Any, operation: str | None) -> Callable[[int], int]:

@@ -29,6 +29,7 @@ from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.relay import Relay
 from staleflow.parameters.store import NodeStore
 from staleflow.roles import messages as m
+from staleflow.roles import plane
 from staleflow.roles.auditing import ShardAccount
 from staleflow.roles.beginning import Start, core_state, restore_prompts, tell_start, wait_for_start
 from staleflow.roles.checkpointing import Books
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 
 
 def play_host(job: Job, console: TextIO) -> int:
-    manifest = Manifest.from_model_dir(job.config.model.path, job.config.parameters.wire_dtype)
-    runtime.check_shared_memory(job.plan, job.me.node, 2 * manifest.nbytes)
+    manifest = plane.manifest_of(job)
+    runtime.check_shared_memory(job.plan, job.me.node, 2 * manifest.nbytes if plane.has_stores(job) else 0)
     resume = _begin(job)
     node = _Node(job, manifest)
     try:
@@ -89,7 +90,8 @@ class _Node:
         name = segment_name(job.config.run.name, rings.run_id_of(job), f"node{job.me.node}-arena")
         self._arena = Arena.create(name, job.plan.arena_bytes, run_id=rings.run_id_of(job))
         self._arena.unlink()  # only this process uses it
-        self._store = NodeStore.create(rings.store_name(job), manifest) if job.rank in job.plan.relays else None
+        stores = plane.has_stores(job) and job.rank in job.plan.relays
+        self._store = NodeStore.create(rings.store_name(job), manifest) if stores else None
         server = TrajectoryServer(self._arena)
         self._spooling = Spooling(
             layout.spool_dir(job.run_dir), job.attempt, job.me.node, job.rank, server, self._account.emit,
@@ -108,10 +110,11 @@ class _Node:
             _audit(job),
         )
         job.post(f"store/{job.me.node}", self._store.name if self._store else None)
-        members = job.plan.trainers + job.plan.relays
+        members = job.plan.publish
         start_relay = partial(self._start_relay, job, manifest)
         relay = start_relay(job.group("publish", members), members) if self._store is not None else None
         self._survivor = Survivor(job, self.host, relay, start_relay)
+        self._watch = plane.watch_of(job, self.host.on_stored, self.host.on_relay_error)
         self._unmapped = rings.Unmapped(job)
 
     def _start_relay(self, job: Job, manifest: Manifest, group: Any, members: tuple[int, ...]) -> Relay:
@@ -147,6 +150,8 @@ class _Node:
         self._spooling.close()
         if self._survivor.relay is not None:
             self._survivor.relay.close()
+        if self._watch is not None:
+            self._watch.close()
         self._unlink()
 
 
@@ -293,12 +298,12 @@ def build_coordinator(
     path = config.coordination.cost_model
     core = Coordinator(config.coordination, resume.ledger, load_cost_model(path) if path else DEFAULT, [])
     prompts = PromptSource(data_settings(config, config.data.train), tokenizer)
+    _tell_left_out("data.train", prompts, observer)
     restore_prompts(prompts, resume)
     core.load(core_state(resume, prompts, config))
     observer.accuracies = list(resume.run.get("evaluations", ()))
     evaluations = None
     if config.evaluation is not None:
-    _tell_left_out("data.train", prompts, observer)
         held_out = evaluation_prompts(config, tokenizer, observer)
         evaluations = Evaluations(held_out, config.evaluation.samples)
     role = CoordinatorRole(config, job_plan, core, prompts, evaluations, books, watch, observer, resume.version)
