@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from staleflow.parameters import delta, landing
 from staleflow.parameters.direct import Direct, DirectSource
-from staleflow.parameters.file import File, FileSource
+from staleflow.parameters.file import File, FileSource, FileWatch
 from staleflow.parameters.landing import CorruptPieceError
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.publish import Publisher, PublishError
@@ -354,11 +355,15 @@ def test_file_transport(tmp_path) -> None:
     ]
     source = FileSource(tmp_path, MANIFEST)
     assert source.newest() is None
+    told: queue.Queue[int] = queue.Queue()
+    watch = FileWatch(source, lambda version, seconds: told.put(version), lambda error: told.put(-1))
     for version in range(4):
         change(weights, 0.1, version)
         for publisher in publishers:
             publisher.snapshot(version)
             publisher.wait_free(20)
+        assert told.get(timeout=20) == version
+    watch.close()
     engine = Collector()
     assert Puller(source, engine).pull(3).version == 3
     assert same(engine.weights, weights)
@@ -384,6 +389,20 @@ def test_direct_transport() -> None:
     for source in sources:
         source.close()
     publisher.close()
+
+
+def test_direct_ends_although_nobody_takes_the_last_version() -> None:
+    weights = model()
+    first, second = groups(2)
+    publisher = Publisher(weights.items(), MANIFEST, None, transport=Direct(first, MANIFEST, [0], BUCKET))
+    source = DirectSource(second, MANIFEST, [0])
+    publisher.snapshot(0)
+    Puller(source, Collector()).pull(0, 20)
+    publisher.wait_free(20)
+    publisher.snapshot(1)
+    publisher.close(deliver=False)
+    assert publisher.failure is None and not publisher._thread.is_alive()
+    source.close()
 
 
 def test_a_delta_that_does_not_pay_is_none() -> None:
