@@ -35,7 +35,12 @@ RANK_TIMEOUT_S = 900
 def run(args: list[str]) -> dict[str, Any]:
     """Measure everything; GB/s are 1e9 bytes a second. See the module's head for the options."""
     options = _options(args)
-    sizes = {f"{mb}_MB": _measure(mb, options.readers, options.repeats) for mb in options.sizes}
+    sizes = {}
+    for mb in options.sizes:
+        found = sizes[f"{mb}_MB"] = _measure(mb, options.readers, options.repeats)
+        _tell(f"{mb} MB", found)
+    link = _over_link(options.link_mb, options.repeats) if options.link_mb else "not asked for"
+    _tell("over the link", link)
     return {
         "bench": "weights",
         "unit": "GB/s",
@@ -50,9 +55,14 @@ def run(args: list[str]) -> dict[str, Any]:
         "cpu_s_per_GB": {size: found["cpu_s_per_GB"] for size, found in sizes.items()},
         "load_average": os.getloadavg()[0],
         "delta": {size: found["delta"] for size, found in sizes.items()},
-        "delta_over_link": _over_link(options.link_mb, options.repeats) if options.link_mb else "not asked for",
+        "delta_over_link": link,
         "delta_under_adam": _under_adam() if options.adam else "not asked for",
     }
+
+
+def _tell(what: str, found: object) -> None:
+    """It takes minutes: say on stderr how far it is."""
+    print(f"{what}: {json.dumps(found)}", file=sys.stderr, flush=True)
 
 
 def _options(args: list[str]) -> argparse.Namespace:

@@ -2,8 +2,11 @@
 
 consumes      a Pull command, at the same engine step on all tp ranks, with no request running
 waits for     a version >= `version_min` in the store, at most `timeout_s`; then the slowest tp rank
-unblocked by  the relay
+unblocked by  the relay (`direct`: the trainers' publishing threads and the other instances, all told to Pull alike)
 produces      the engine with exactly that version and no cache block of an older one, on all tp ranks
+
+It cannot deadlock: a Pull is told only of a version that is in the store already, or (`direct`) that all trainers hold
+ready; the relay waits for no reader, and a tp rank enters the agreement at every turn, until its time is over too.
 
 Copies go from the slot straight into the engine's parameters. Being overtaken by the writer is noticed only after
 them; the engine then holds a mixture, and the pull starts again with the newest version before it steps.

@@ -10,8 +10,8 @@ One turn = take commands, apply them, one engine step, report. Between two steps
 of an instance apply the same commands: the leader (instance rank 0) chooses the last command id before the step and
 shares it (`Agreement`), its peers wait until their own ring has delivered that id. Only the leader reports.
 
-It cannot deadlock: the only wait besides its ring is the agreement inside the instance, which every rank of it enters
-once a turn whatever it holds, with a time limit.
+It cannot deadlock: the only waits besides its ring are the agreement inside the instance, which every rank of it enters
+once a turn whatever it holds, with a time limit, and a Pull (parameters/pull.py).
 """
 
 from __future__ import annotations
