@@ -7,11 +7,12 @@ load keeps its own trajectories packed and hands out new ids: a coordinator has 
 Rates are per second of CPU time of one thread, plus the wall time of the journal's commits (a write and an fdatasync).
 """
 
-import gc
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
-import tracemalloc
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -168,24 +169,30 @@ def _cost_by_outstanding(many: int, group_size: int) -> float:
 
     def cost(outstanding: int) -> float:
         batch_groups = max(1, outstanding // (group_size * (ETA + 1)))
-        return 1 / _best(lambda: _protocol_rate(batch_groups, group_size), 1 if outstanding > 10_000 else 10)
+        return 1 / _best(lambda: _protocol_rate(batch_groups, group_size), 2 if outstanding > 10_000 else 10)
 
     return cost(many) / cost(1_000)
 
 
 def _bytes_per_trajectory(outstanding: int, group_size: int) -> float:
-    """Memory that the protocol holds when full, by the allocator's own account. Ids are counted, as it keeps them."""
-    gc.collect()
-    tracemalloc.start()
+    """Resident memory that a full protocol takes in a process of its own; ids are counted, as it keeps them."""
+    code = f"from staleflow.benches import protocol; print(protocol.resident_growth({outstanding}, {group_size}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return float(done.stdout) / outstanding
+
+
+def resident_growth(outstanding: int, group_size: int) -> int:
+    """Bytes by which this process grows when so many trajectories are reserved, and then finished."""
+    before = _resident_bytes()
     protocol = StalenessProtocol(outstanding // (group_size * (ETA + 1)), group_size, ETA)
-    version = protocol.version
-    for group_id in range(protocol.batch_groups * (ETA + 1)):
-        for member in range(group_size):
-            protocol.reserve(group_id, member, version)
-            protocol.occupy(group_id, member)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return held / (protocol.batch_groups * (ETA + 1) * group_size)
+    for act in (lambda *one: protocol.reserve(*one, protocol.version), protocol.occupy):
+        for packed in range(protocol.batch_groups * (ETA + 1) * group_size):
+            act(*divmod(packed, group_size))
+    return _resident_bytes() - before
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _slot_rate(batch_groups: int) -> float:

@@ -22,6 +22,7 @@ With spare groups the places are `B' = B + spare_groups` per step, B of them are
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from operator import ge
 from typing import Any, Self
 
 from staleflow.protocol import snapshot, view
@@ -125,6 +126,7 @@ class StalenessProtocol(State):
         else:
             self._used.add(group_id)
         self._groups[group_id] = group = Group()
+        group.id = group_id
         group.version = version
         group.reserved = bit
         group.running = bit
@@ -171,8 +173,11 @@ class StalenessProtocol(State):
         Reservations change neither it nor READY, so it is computed again only after something was finished or given up.
         """
         if self._floor is None:
-            protect = self.ready() and not self.spare_groups
-            self._floor = list(self._shortfalls()) if protect else [0] * (self.eta + 1)
+            self._floor = [0] * (self.eta + 1)
+            if self._finished_count >= self.batch_groups and not self.spare_groups:
+                shortfalls = list(self._shortfalls())
+                if all(map(ge, self._slack, shortfalls)):  # READY
+                    self._floor = shortfalls
         return self._floor
 
     # ---- occupy --------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ class StalenessProtocol(State):
             return False
         if self.spare_members:
             self._keep_finished(group)
-        self._finished[group.version + self.eta - self._version][group_id] = None
+        self._finished[group.version + self.eta - self._version][group.id] = None
         self._finished_count += 1
         if self._finished_count >= self.batch_groups:  # with fewer it is not READY, as before
             self._floor = None
@@ -293,8 +298,8 @@ class StalenessProtocol(State):
         """Per deadline class, how many of the B places that a step trains are not filled from it or earlier ones."""
         missing = self.batch_groups
         for finished in self._finished:
-            missing = max(0, missing - len(finished))
-            yield missing
+            missing -= len(finished)
+            yield missing if missing > 0 else 0
 
     def _first_violated(self) -> int | None:
         """The smallest class whose outstanding groups no longer fit, if the trainer took its batch now."""

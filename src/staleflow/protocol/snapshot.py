@@ -61,7 +61,7 @@ def load(cls: type[P], state: dict[str, Any]) -> P:
 def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
     protocol._used = IdIntervals.load(state["used"])
     for group_id, members in state["groups"]:
-        group = _load_group(protocol, members)
+        group = _load_group(protocol, group_id, members)
         if group_id in protocol._groups or not 0 <= protocol._class_of(group) <= protocol.eta:
             raise ValueError(f"group {group_id} occurs twice or is outside the staleness window")
         protocol._groups[group_id] = group
@@ -72,8 +72,9 @@ def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
         protocol._finished_count += 1
 
 
-def _load_group(protocol: StalenessProtocol, members: list[list[int]]) -> Group:
+def _load_group(protocol: StalenessProtocol, group_id: int, members: list[list[int]]) -> Group:
     group = Group()
+    group.id = group_id
     group.version = members[0][1]
     group.reserved = group.running = 0
     group.versions = None
@@ -108,6 +109,7 @@ def check(protocol: StalenessProtocol) -> None:
 def _check_groups(protocol: StalenessProtocol) -> None:
     for group_id, group in protocol._groups.items():
         where = f"group {group_id} at version {protocol.version}"
+        _expect(group.id == group_id, "exactly once", f"{where} is filed under another id")
         _expect(group_id in protocol._used, "exactly once", f"{where} is outstanding but its id is not marked as used")
         _expect(protocol._near.find(group_id) in (None, group), "exactly once", f"the short cut leads past {where}")
         _expect(group.reserved > 0, "conservation", f"{where} has no member")
