@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(900))  # six ranks that start on two busy cores take minutes
             if not asked_for and item.get_closest_marker("ci") is None:
                 item.add_marker(pytest.mark.skip(reason="one of many: make test-cluster runs it"))
 
@@ -85,8 +86,8 @@ class Cluster:
     def nodes_up(self) -> list[str]:
         return self("sinfo", "-h", "-N", "-t", "idle,alloc,mix", "-o", "%N").split()
 
-    def wait(self, number: str, limit_s: float = 120) -> dict[str, str]:
-        """Wait until a job has ended for good."""
+    def wait(self, number: str, limit_s: float = 300) -> dict[str, str]:
+        """Wait until a job has ended for good; the limit is there to find hangs, whatever else the machine does."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             job = self.job(number)

@@ -46,7 +46,7 @@ def shared_memory(cluster):
     return {node: cluster("run", node, "ls", "-A", "/dev/shm").split() for node in NODES}
 
 
-def wait_for_step(run_dir, step, limit_s=120):
+def wait_for_step(run_dir, step, limit_s=300):
     end_s = time.monotonic() + limit_s
     while not steps_done(run_dir) or steps_done(run_dir)[-1] < step:
         assert time.monotonic() < end_s, log_of(run_dir)
@@ -70,7 +70,7 @@ def kill(cluster, node, run_dir, rank):
 def test_a_job_over_two_nodes_completes_and_trains_on_what_the_other_node_generated(cluster, start, launcher):
     """Node 1 has the trainers only: every payload came from node 2, every version went there."""
     number, run_dir = start("--launcher", launcher, trainer__ranks=2, rollout__instances=2)
-    job = cluster.wait(number, 240)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(run_dir)
     roles = [(r["node"], r["role"]) for r in json.loads((run_dir / "plan.json").read_text())["ranks"]]
     assert roles == [(0, "host"), (0, "trainer"), (0, "trainer"), (1, "host"), (1, "rollout"), (1, "rollout")]
@@ -88,14 +88,14 @@ def test_a_killed_rank_ends_the_job_soon_is_named_and_a_resume_continues(cluster
     wait_for_step(run_dir, 4)
     began_s = time.monotonic()
     kill(cluster, "node2", run_dir, 5)
-    job = cluster.wait(number, 60)
-    assert time.monotonic() - began_s < 45, "far more than a loaded test machine explains"
+    job = cluster.wait(number)
+    assert time.monotonic() - began_s < 90, "half a minute is promised; a loaded test machine explains no more"
     assert job["JobState"] == "FAILED"
     assert "rank 5" in log_of(run_dir)
     assert shared_memory(cluster) == {"node1": [], "node2": []}
     steps = steps_done(run_dir)[-1] + 3
     number, _ = start("--launcher", launcher, run__steps=steps, checkpoint__resume="must", **changes)
-    assert cluster.wait(number, 120)["JobState"] == "COMPLETED", log_of(run_dir)
+    assert cluster.wait(number)["JobState"] == "COMPLETED", log_of(run_dir)
     assert steps_done(run_dir) == list(range(steps))
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_may_survive_goes_on_without_a_dead_rollout_rank(cluster, sta
     number, run_dir = start(run__steps=40, **SURVIVING)
     wait_for_step(run_dir, 4)
     kill(cluster, "node2", run_dir, 5)
-    job = cluster.wait(number, 120)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(run_dir)
     assert "instance 2 is left out: rank 5 (rollout)" in log_of(run_dir)
     assert "the job went on without: rank 5 on node2" in log_of(run_dir)
@@ -122,7 +122,7 @@ def test_a_job_that_may_survive_goes_on_without_a_dead_node(cluster, start):
     wait_for_step(run_dir, 4)
     cluster("kill-node", "-p", "node2")
     try:
-        job = cluster.wait(number, 240)
+        job = cluster.wait(number)
     finally:
         cluster("boot", "node2")
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(run_dir)
@@ -134,7 +134,7 @@ def test_a_job_that_may_survive_ends_itself_when_a_trainer_dies(cluster, start):
     number, run_dir = start(run__steps=100000, **SURVIVING)
     wait_for_step(run_dir, 2)
     kill(cluster, "node1", run_dir, 1)
-    assert cluster.wait(number, 60)["JobState"] == "FAILED"
+    assert cluster.wait(number)["JobState"] == "FAILED"
     assert "rank 1 (trainer) is lost" in log_of(run_dir)
 
 
@@ -144,7 +144,7 @@ def test_a_cut_cable_is_named_and_hangs_nobody(cluster, start):
     wait_for_step(run_dir, 2)
     cluster("partition", "node2")
     try:
-        job = cluster.wait(number, 120)
+        job = cluster.wait(number)
     finally:
         cluster("heal", "-w", "node2")
     assert job["JobState"] in ("FAILED", "NODE_FAIL")
@@ -162,7 +162,7 @@ def test_the_signal_before_the_limit_checkpoints_requeues_and_continues(cluster,
     number, run_dir = start("--launcher", launcher, run__steps=steps, rollout__instances=3, rollout__step_ms=20.0)
     wait_for_step(run_dir, 3)
     cluster("scancel", "--batch", "--signal=USR1", number)
-    job = cluster.wait(number, 300)
+    job = cluster.wait(number)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log_of(run_dir)
     assert steps_done(run_dir) == list(range(steps))
     assert len(list(run_dir.glob("attempt_*"))) == 2

@@ -32,7 +32,7 @@ def test_every_launcher_gives_the_same_ranks_on_the_same_nodes(cluster, submit, 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_first_rank_that_fails_ends_the_job_and_is_named(cluster, submit, launcher):
     number, run_dir = submit({"do": "exit", "rank": 4, "code": 7}, "--launcher", launcher)
-    job = cluster.wait(number, 60)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "7:0"), log_of(run_dir)
     assert "first to end: rank 4 on node2, exit code 7" in log_of(run_dir)
 
@@ -40,7 +40,7 @@ def test_the_first_rank_that_fails_ends_the_job_and_is_named(cluster, submit, la
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_ends_the_job_and_is_named(cluster, submit, launcher):
     number, run_dir = submit({"do": "kill", "rank": 1}, "--launcher", launcher)
-    job = cluster.wait(number, 60)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "137:0"), log_of(run_dir)
     assert "first to end: rank 1 on node1, exit code 137" in log_of(run_dir)
 
@@ -50,7 +50,7 @@ def test_the_signal_before_the_limit_stops_requeues_and_resumes(cluster, submit,
     number, run_dir = submit({"do": "wait for STOP"}, "--launcher", launcher)
     wait_for(run_dir / "probe_0_5.json")
     cluster("scancel", "--batch", "--signal=USR1", number)
-    job = cluster.wait(number, 120)
+    job = cluster.wait(number)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log_of(run_dir)
     assert {place["resume"] for place in places(run_dir, 0)} == {"never"}
     assert {place["resume"] for place in places(run_dir, 1)} == {"auto"}
@@ -66,14 +66,14 @@ def test_a_stop_file_stops_and_the_word_hold_keeps_the_job_from_starting_again(c
         assert time.monotonic() < end_s, log_of(run_dir)
         time.sleep(0.5)
     cluster("scontrol", "release", number)
-    assert cluster.wait(number, 60)["JobState"] == "COMPLETED"
+    assert cluster.wait(number)["JobState"] == "COMPLETED"
 
 
 def test_the_number_of_requeues_is_bounded(cluster, submit):
     number, run_dir = submit({"do": "wait for STOP"}, "--max-requeues", "0")
     wait_for(run_dir / "probe_0_5.json")
     (run_dir / "STOP").touch()
-    job = cluster.wait(number, 60)
+    job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "85:0")
     assert "not requeued" in log_of(run_dir)
 
