@@ -164,12 +164,11 @@ def test_what_a_job_goes_on_without(config_file: Path, case: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "who"), [(1, "rank 1 (trainer) is lost"), (0, "rank 0")], ids=["trainer", "rank 0"])
-def test_the_job_ends_itself_when_something_essential_dies(start, rank: int, who: str) -> None:
+def test_the_job_ends_itself_when_a_trainer_dies(start) -> None:
+    """Nobody kills the others: those that are told to leave do so with 0, the hosts say that it has failed."""
     job = start(run__steps=100000)
     job.until_step(2)
-    job.kill(rank)
+    job.kill(1)
     codes = job.codes()
-    assert 0 not in codes, codes
-    logs = "".join(path.read_text() for path in (job.run_dir / "attempt_0").glob("*.log"))
-    assert who in job.said.read_text() + logs
+    assert (codes[0], codes[3]) == (1, 1)
+    assert "rank 1 (trainer) is lost: its process has died" in job.said.read_text()
