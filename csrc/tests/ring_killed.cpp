@@ -119,6 +119,7 @@ uint64_t published_records(Ring& ring) {
 void producer_dies_at(const char* point, int nth, bool batched) {
   RingOptions options;
   auto host = Ring::create(unique(), kCapacity, options);
+  host->unlink();
   const int descriptor = host->segment()->descriptor();
   pid_t reader = spawn("", 0, [&] { consume_from(*Ring::attach(descriptor, options), 0); });
   auto life = [&] {
@@ -128,12 +129,12 @@ void producer_dies_at(const char* point, int nth, bool batched) {
   CHECK(was_killed(spawn(point, nth, life)));
   CHECK(!was_killed(spawn("", 0, life)));
   CHECK(!was_killed(reader));
-  host->unlink();
 }
 
 void consumer_dies_at(const char* point, int nth) {
   RingOptions options;
   auto host = Ring::create(unique(), kCapacity, options);
+  host->unlink();
   const int descriptor = host->segment()->descriptor();
   pid_t writer = spawn("", 0, [&] { produce_from(*Ring::attach(descriptor, options), 1, false); });
   // The successor does not know what its predecessor saw: it takes what comes, which must join on without a gap.
@@ -148,7 +149,6 @@ void consumer_dies_at(const char* point, int nth) {
   CHECK(was_killed(spawn(point, nth, life)));
   CHECK(!was_killed(spawn("", 0, life)));
   CHECK(!was_killed(writer));
-  host->unlink();
 }
 
 }  // namespace
