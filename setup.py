@@ -92,7 +92,17 @@ class Build(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = "build/native"  # an editable install would take a folder of its own and compile all again
+        self.build_temp = "build/native"  # kept, whatever kind of build this is
+
+    def build_extension(self, extension: Extension) -> None:
+        """Takes what was built in place before, where it is up to date: an editable install would compile all again."""
+        built = Path("src", self.get_ext_filename(extension.name))
+        newest = max(Path(name).stat().st_mtime for name in ["setup.py", *extension.sources, *extension.depends])
+        if self.force or not built.exists() or built.stat().st_mtime < newest:
+            super().build_extension(extension)
+        elif (target := Path(self.get_ext_fullpath(extension.name))).resolve() != built.resolve():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built, target)
 
     def run(self) -> None:
         super().run()
