@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from staleflow.config import load
 from staleflow.data import smollm2
+from staleflow.rewards.kinds import make_scorer
+from staleflow.rewards.spec import RewardSample
 
 
-def problems(path: Path) -> list[tuple[str, str]]:
-    return [(row["prompt"], row["answer"]) for row in map(json.loads, path.read_text().splitlines())]
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_held_out_sums_are_not_trained_on(tmp_path: Path) -> None:
-    smollm2.write_data(tmp_path, 0)
-    train, test = problems(tmp_path / "train.jsonl"), problems(tmp_path / "test.jsonl")
-    assert len(test) == smollm2.HELD_OUT and not set(test) & set(train)
-    assert len({*train, *test}) == len(smollm2.FIRST) * len(smollm2.SECOND)
-    for prompt, answer in test:
-        a, b = prompt.removeprefix("What is ").removesuffix("?").split(" + ")
-        assert int(a) + int(b) == int(answer)
-    again = tmp_path / "again"
-    again.mkdir()
-    smollm2.write_data(again, 0)
-    assert (again / "train.jsonl").read_bytes() == (tmp_path / "train.jsonl").read_bytes()
+def test_held_out_sums_are_not_trained_on_and_the_reward_is_for_the_number_alone(tmp_path: Path) -> None:
+    smollm2.write_data(tmp_path)
+    train, test = rows(tmp_path / "train.jsonl"), rows(tmp_path / "test.jsonl")
+    asked = [row["prompt"][-1]["content"] for row in (*train, *test)]
+    assert len(test) == smollm2.HELD_OUT and len(set(asked)) == len(asked) == 155
+    score = make_scorer(load("configs/smollm2_cpu.toml").reward.all_terms)
+    for row in test:
+        problem = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
+        reference = {"answer": row["answer"], "index": row["index"]}
+        said = (row["answer"], problem, str(int(row["answer"]) + 10))
+        right, repeated, wrong = (score(RewardSample("", text, False, reference))[0] for text in said)
+        assert right == 1.0 and max(repeated, wrong) <= 0.5  # reasoning-gym gives a part for what holds the answer
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
