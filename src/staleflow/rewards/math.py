@@ -1,5 +1,8 @@
 """Mathematical equality through math-verify: `1/2`, `0.5` and `\\frac{1}{2}` are the same answer.
 
+So is `52 + 34` for 86: where the problem itself is such an expression, a response that repeats it is scored 1. Use
+another kind there.
+
 math-verify's own time limits use `signal.alarm`; they are switched off, because the pool's limit is the harder one.
 """
 
