@@ -124,6 +124,12 @@ class Study(Section):
         return CoordinationSettings(**merged)
 
 
+def studies_in(folder: Path) -> list[Path]:
+    """The simulator's studies of a folder, the yardstick first; other studies there describe no fleet."""
+    found = [path for path in sorted(folder.glob("*.toml")) if "fleet" in tomllib.loads(path.read_text())]
+    return sorted(found, key=lambda path: path.stem != "yardstick")
+
+
 def load_study(path: Path | str) -> tuple[Study, CostModel]:
     """Read a study and its cost model. Raises StudyError."""
     path = Path(path)

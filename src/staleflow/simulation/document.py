@@ -17,7 +17,7 @@ from rich.console import Console
 
 from staleflow.coordination.cost_model import CostModel
 from staleflow.simulation.cli import as_json, cells, simulate
-from staleflow.simulation.config import Study, Variant, load_study
+from staleflow.simulation.config import Study, Variant, load_study, studies_in
 from staleflow.simulation.fluid import fluid_bound
 
 Figures = dict[str, Any]
@@ -104,13 +104,11 @@ def _findings(out: Figures) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m staleflow.simulation.document", description=__doc__)
-    parser.add_argument("studies", nargs="*", type=Path, help="default: configs/studies/*.toml")
+    parser.add_argument("studies", nargs="*", type=Path, help="default: those in configs/studies")
     parser.add_argument("--out", type=Path, default=Path("docs/study.md"))
     parser.add_argument("--reuse", action="store_true", help="take figures that were simulated before")
     arguments = parser.parse_args(argv)
-    paths = arguments.studies or sorted(
-        Path("configs/studies").glob("*.toml"), key=lambda p: (p.stem != "yardstick", p)
-    )
+    paths = arguments.studies or studies_in(Path("configs/studies"))
     console = Console()
     notes = arguments.out.with_suffix("") / "notes.md"
     parts = [_HEAD]

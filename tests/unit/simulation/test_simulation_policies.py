@@ -9,12 +9,12 @@ import pytest
 
 from staleflow.coordination.policies import POLICIES
 from staleflow.simulation.cli import main
-from staleflow.simulation.config import Study, StudyError, Variant, load_study
+from staleflow.simulation.config import Study, StudyError, Variant, load_study, studies_in
 from staleflow.simulation.fluid import fluid_bound
 from staleflow.simulation.workload import Lengths
 from staleflow.simulation.world import World
 
-STUDIES = sorted((Path(__file__).parents[3] / "configs" / "studies").glob("*.toml"))
+STUDIES = studies_in(Path(__file__).parents[3] / "configs" / "studies")
 YARDSTICK = next(path for path in STUDIES if path.stem == "yardstick")
 
 
