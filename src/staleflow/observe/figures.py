@@ -228,6 +228,8 @@ def one_step(traces: Sequence[RankTrace], step: int | None) -> str:
     at, begin_s, end_s = window
     content, used = [], dict[str, str]()
     for trace in traces:
+        if not trace.on(MAIN):
+            continue  # a host: it waits for nobody, so its loop has no verbs
         inside = [span for span in trace.on(MAIN) if span.end_s > begin_s and span.start_s < end_s]
         used |= {span.name: colour_of(span.name) for span in inside}
         content.append((trace.label, [_bar(span, begin_s, end_s, colour_of(span.name), span.name) for span in inside]))
