@@ -19,7 +19,7 @@ AGREEMENT = 1e-3  # float32 on both sides
 
 @pytest.fixture(scope="module")
 def job(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Five steps at eta = 2 on two engines that have work all the time and take every version as soon as it is there."""
+    """Five steps at eta = 2 on two engines that always have work and take every version as soon as it is there."""
     return finished(
         task,
         tmp_path_factory.mktemp("run"),
