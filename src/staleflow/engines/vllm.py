@@ -181,7 +181,9 @@ def _engine_args(s: VllmSettings) -> dict[str, Any]:
         "skip_tokenizer_init": not s.stop,
     }
     if s.kv_cache_tokens is not None:
-        block = 128  # the CPU back end's block; vLLM rounds elsewhere
+        from vllm.platforms import current_platform
+
+        block = 128 if current_platform.is_cpu() else args.setdefault("block_size", 16)
         args["num_gpu_blocks_override"] = -(-s.kv_cache_tokens // block)
     return args
 

@@ -78,6 +78,7 @@ class Job:
 
     def enter_role_world(self, ranks: tuple[int, ...], device: int) -> None:
         """Make `ranks` this process's default group: FSDP2 and vLLM both take the default group for their own world."""
+        import torch
         import torch.distributed as dist
 
         place = ranks.index(self.rank)
@@ -85,7 +86,8 @@ class Job:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
         store = dist.PrefixStore(f"world/{ranks[0]}", self.store)
-        dist.init_process_group("gloo", store=store, rank=place, world_size=len(ranks), timeout=self.timeout)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=place, world_size=len(ranks), timeout=self.timeout)
 
     # ---- the store as a notice board ---------------------------------------------------------------------------------
 
