@@ -8,7 +8,8 @@ produces      FINISHED / RETURNED trajectories and reports on its up ring; what 
 
 One turn = take commands, apply them, one engine step, report. Between two steps of the engine all tensor-parallel ranks
 of an instance apply the same commands: the leader (instance rank 0) chooses the last command id before the step and
-shares it (`Agreement`), its peers wait until their own ring has delivered that id. Only the leader reports.
+shares it, its peers wait until their own ring has delivered that id. The leader also says when all leave, so that
+none waits for one that has gone. Only the leader reports.
 
 It cannot deadlock: the only waits besides its ring are the agreement inside the instance, which every rank of it enters
 once a turn whatever it holds, with a time limit, and a Pull (parameters/pull.py).
@@ -34,6 +35,7 @@ from staleflow.roles.ranklink import RankLink, SignalReporter
 from staleflow.trajectories.schema import Finish, decode
 
 IDLE_WAIT_S = 0.05
+LEAVE = -1  # instead of a command id
 
 
 @dataclass(frozen=True)
@@ -82,20 +84,23 @@ class Rollout:
     def run(self, started_s: float) -> None:
         """Until the host says stop."""
         self._link.report(Ready(self._s.rank, time.monotonic() - started_s))
-        while not self._link.stop_code:
-            self.turn()
+        while self.turn():
+            pass
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
+        """False when the instance is to leave."""
         self._signal.look()
         if not self._engine.busy() and not self._commands:
             self._spans.state(WAIT)
             self._link.wait(IDLE_WAIT_S)
         self._receive()
-        self._apply_cut()
+        if not self._apply_cut():
+            return False
         if self._engine.busy():
             self._step()
         self._report()
         self._link.flush()
+        return True
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
@@ -113,8 +118,11 @@ class Rollout:
             else:
                 raise RuntimeError(f"rollout rank {self._s.rank}: record of kind {record.kind} is not for it")
 
-    def _apply_cut(self) -> None:
-        cut = self._agree(self._arrived)
+    def _apply_cut(self) -> bool:
+        """Apply the commands up to the leader's cut. False: it was told to stop, and the instance leaves as one."""
+        cut = self._agree(LEAVE if self._link.stop_code else self._arrived)
+        if cut == LEAVE:
+            return False
         deadline_s = time.monotonic() + self._s.pull_timeout_s
         while self._arrived < cut:  # a peer of the leader whose ring is a little behind
             if time.monotonic() > deadline_s:
@@ -123,6 +131,7 @@ class Rollout:
             self._receive()
         while self._commands and self._commands[0].id <= cut:
             self._apply(self._commands.popleft())
+        return True
 
     def _apply(self, command: Command) -> None:
         if command.id <= self._applied:
