@@ -8,11 +8,12 @@ import torch.distributed as dist
 from staleflow.trajectories.schema import Finish, Trajectory
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the warm start ends its own world
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
