@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the headers of 2.10: loads in every later torch
-CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 def sources(folder: str, suffix: str) -> list[str]:

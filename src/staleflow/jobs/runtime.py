@@ -25,6 +25,7 @@ from staleflow.jobs.bootstrap import listen
 from staleflow.jobs.env import LaunchInfo
 from staleflow.jobs.plan import JobPlan, Node, RankPlan, plan
 from staleflow.jobs.security import private_directory
+from staleflow.observe.logs import attempt_dir, next_attempt
 
 PR_SET_PDEATHSIG = 1
 
@@ -221,8 +222,8 @@ def _read_world(store: Any, timeout: timedelta, rank: int) -> dict[str, Any]:
 def _open_attempt(run_dir: Path) -> int:
     """Number and folder of this attempt at the run: the first free one."""
     private_directory(run_dir)
-    attempt = 1 + max((int(p.name.removeprefix("attempt_")) for p in run_dir.glob("attempt_*")), default=-1)
-    (run_dir / f"attempt_{attempt}").mkdir()
+    attempt = next_attempt(run_dir)
+    attempt_dir(run_dir, attempt).mkdir()
     return attempt
 
 

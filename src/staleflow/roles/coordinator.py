@@ -288,19 +288,22 @@ class CoordinatorRole:
         if plan is None:
             return
         self._forget(plan.tids)
-        every = self._c.evaluation.every_steps if self._c.evaluation else 0
-        if every and (plan.step + 1) % every == 0 and plan.step + 1 < self._last_step:
+        if self._evaluation_due(plan.step + 1):
             self._evaluate(plan.step + 1)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
+    def _evaluation_due(self, version: int) -> bool:
+        """At the first version and every so many; the one at the end has its place in `_finish_when_done`."""
+        if self._c.evaluation is None or version >= self._last_step:
+            return False
+        every = self._c.evaluation.every_steps
+        return version == 0 or (every > 0 and version % every == 0)
+
     def _owes_evaluation(self) -> bool:
         """Before the first step; later only where the attempt before this one was lost in the middle of it."""
-        if self._c.evaluation is None or self._start_version >= self._last_step:
-            return False
-        every, version = self._c.evaluation.every_steps, self._start_version
-        due = version == 0 or (every > 0 and version % every == 0)
-        return due and all(done["version"] != version for done in self._observer.accuracies)
+        version = self._start_version
+        return self._evaluation_due(version) and all(done["version"] != version for done in self._observer.accuracies)
 
     def _evaluate(self, version: int) -> None:
         assert self.evaluations is not None
