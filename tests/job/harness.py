@@ -92,14 +92,20 @@ class Job:
         logs = str((self.run_dir / "attempt_0").resolve())
         return [pid for pid in _pids() if any(path.startswith(logs) for path in _open_files(pid))]
 
-    def shm_left(self) -> set[str]:
-        """New names in shared memory since the job was started that carry this run's name or vLLM's mark."""
+    def shm_left(self, patience_s: float = 20.0) -> set[str]:
+        """New names in shared memory since the job was started that carry this run's name or vLLM's mark.
+
+        Tests may run side by side: what another test's job has just made goes by itself, what is left behind does not.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while (names := self._shm_new()) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        return names
+
+    def _shm_new(self) -> set[str]:
         return {
             name for name in _shm() - self.shm_before if "-test-" in name or name.startswith(("staleflow-", "vllm"))
         }
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
 
 
 def start(task: Task, run_root: Path, *, launcher: tuple[str, ...] = (), **changes: Any) -> Job:

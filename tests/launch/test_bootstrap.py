@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,4 +88,8 @@ def test_ranks_agree_through_mpi_and_leave_nothing(command, tmp_path):
     name = {"mpirun": "openmpi", "prterun": "pmix"}[command[0]]
     assert [line[1:4] for line in lines] == [[name, "0", "2"], [name, "1", "2"]]
     assert lines[0][4:] == lines[1][4:]
-    assert segments() <= before
+    for _ in range(300):  # another test's job may be running beside: its segments go when it ends
+        if segments() <= before:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"left behind: {segments() - before}")

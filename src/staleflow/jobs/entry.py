@@ -11,7 +11,7 @@ from staleflow.config import Config, ConfigError, load
 from staleflow.jobs import local, preflight
 from staleflow.jobs.bootstrap import bootstrap_mpi, check_rendezvous, detect_here
 from staleflow.jobs.env import LaunchError, LaunchInfo
-from staleflow.jobs.stop import STOPPED
+from staleflow.jobs.stop import ORDERED
 
 REFUSED = 2
 FAILED = 1
@@ -62,8 +62,8 @@ def _rank(config: Config, info: LaunchInfo) -> int:
         print(f"staleflow: rank {job.rank} ({job.me.role}) failed: {error!r}; log: {log.path}", file=log.console)
     job.leave()
     log.close()
-    if code == STOPPED and STARTED_BY_US in os.environ:
-        code = 0  # no failure in torchrun's eyes; jobs.local reads the summary
+    if code in ORDERED and STARTED_BY_US in os.environ:
+        code = 0  # no failure in torchrun's eyes; jobs.local knows the signal, or reads the summary
     # Libraries' threads and destructors (engines, communicators) must not turn an ordered end into a hang or an abort.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):

@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+import psutil
+
 from staleflow.config import Config
 from staleflow.jobs.plan import plan, spread
 from staleflow.jobs.slurm import LAUNCH
-from staleflow.jobs.stop import STOP_FILE, STOPPED
+from staleflow.jobs.stop import ORDERED, STOP_FILE
 
 REFUSED = 2
 
@@ -40,8 +42,7 @@ def run_here(config: Config, arguments: Sequence[str]) -> int:
     def forward(number: int, _frame: FrameType | None) -> None:
         if not received:
             received.append(number)
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+            _tell_ranks(child, number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
@@ -51,9 +52,19 @@ def run_here(config: Config, arguments: Sequence[str]) -> int:
     code = _wait(child, received, config.fault.stop_grace_s)
     if received:
         return 128 + received[0]
-    if _exit_code_of(config, started_s) == STOPPED:
-        return STOPPED
+    ended = _exit_code_of(config, started_s)
+    if ended in ORDERED:
+        return ended
     return code if code in (0, REFUSED) else 1
+
+
+def _tell_ranks(agent: subprocess.Popen[bytes], number: int) -> None:
+    """Pass a signal to the ranks themselves: torchrun's agent would do so too, and then die of it with a traceback."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(agent.pid).children()
+        for process in ranks or [agent]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.send_signal(number)
 
 
 def _under_nsys(config: Config) -> tuple[list[str], dict[str, str]]:

@@ -7,11 +7,13 @@ admissions, Interrupt all, checkpoint with partial trajectories, exit code 85 (l
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 STOP_FILE = "STOP"
 STOPPED = 85  # exit code: stopped with a checkpoint, to be started again
+ORDERED = (STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a stop that somebody asked for
 MARGIN = 2.0  # a checkpoint may take this many times as long as the longest so far
 SPARE_S = 20.0  # for interrupting, leaving, and the first checkpoint, which nobody has measured yet
 LOOK_EVERY_S = 1.0  # the file may lie on a busy shared filesystem
