@@ -12,7 +12,7 @@ from pathlib import Path
 from staleflow.config import Config, ConfigError, load
 
 REFUSED = 2
-BENCHES = ("protocol", "ring", "pack", "delta", "weights", "coordinator", "policies")
+BENCHES = ("protocol", "ring", "pack", "delta", "weights", "coordinator", "simulator", "policies")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

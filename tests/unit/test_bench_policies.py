@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.benches.policies import _against, _row, averaged, measured
+from staleflow.benches.policies import _against, _completed, _row, averaged, measured
 from staleflow.config import load
 from staleflow.coordination.cost_model import CostModel
 from staleflow.observe.spans import TRAJECTORIES, Spans
@@ -34,6 +34,13 @@ def test_columns_come_from_what_a_run_leaves_without_its_first_steps(tmp_path: P
     found = measured(config.run_dir, config)
     assert (found["step_s"], found["tokens_per_s"], found["trainer_idle"]) == (2.0, 20.0, 0.25)
     assert (found["waste"], found["staleness_mean"], found["length_bias"]) == (0.1, 0.75, pytest.approx(0.9))
+
+
+def test_resumed_it_runs_again_only_what_did_not_complete(tmp_path: Path) -> None:
+    assert not _completed(tmp_path)
+    for status in ("failed", "completed"):
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        assert _completed(tmp_path) == (status == "completed")
 
 
 def test_a_difference_within_the_spread_does_not_count() -> None:

@@ -4,7 +4,10 @@ Trainers get one core and everything else the others, so that neither takes time
 by leaving a core idle; the cost model is measured under the same pinning, with as many engines at once as the job has.
 A difference counts only beyond the spread over the seeds.
 
-    staleflow bench policies [--config FILE] [--policies a,b] [--seeds 3] [--steps 24] [--out DIR] [section.key=value …]
+    staleflow bench policies [--config FILE] [--policies a,b] [--seeds 3] [--steps 24] [--out DIR] [--resume]
+                             [section.key=value …]
+
+With --resume, a job that an earlier bench of the same settings brought to its end under DIR is not run again.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ def run(args: list[str]) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
     if config.rollout.engine == "vllm" and config.coordination.cost_model is None:
         shape.append(f"coordination.cost_model={_calibrated(options, config, shape, rest)}")
-    rows = []
-    for policy in options.policies:
-        runs = [_one(options, policy, seed, shape, (trainer, rest)) for seed in range(options.seeds)]
-        rows.append(_row(policy, runs))
-        print(f"{policy}: {rows[-1]['tokens_per_s']:.1f} trained tokens/s", file=sys.stderr)
+    runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in options.policies}
+    for seed in range(options.seeds):  # policies in turn, so that a slow quarter of an hour hits all of them
+        for policy in options.policies:
+            one = _one(options, policy, seed, shape, (trainer, rest))
+            runs[policy].append(one)
+            print(f"{policy}, seed {seed}: {one['tokens_per_s']:.1f} trained tokens/s", file=sys.stderr, flush=True)
+    rows = [_row(policy, found) for policy, found in runs.items()]
     return {
         "bench": "policies",
         "unit": "trained tokens/s",
@@ -69,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_policies"))
+    parser.add_argument("--resume", action="store_true", help="keep the jobs that are through already")
     return parser
 
 
@@ -83,6 +89,8 @@ def _one(
     overrides = [*shape, f"run.dir={options.out}", f"run.name={name}", f"run.seed={seed}"]
     overrides.append(f"coordination.policy={policy}")
     config = load(options.config, overrides)
+    if options.resume and _completed(config.run_dir):
+        return measured(config.run_dir, config)
     log = options.out / f"{name}.log"
     with log.open("w") as output:
         job = subprocess.Popen(
@@ -92,6 +100,11 @@ def _one(
     if job.returncode:
         raise RuntimeError(f"policy {policy}, seed {seed} ended with exit code {job.returncode}: see {log}")
     return measured(config.run_dir, config)
+
+
+def _completed(run_dir: Path) -> bool:
+    path = run_dir / "summary.json"
+    return path.exists() and json.loads(path.read_text())["status"] == "completed"
 
 
 def _pin_while_running(job: subprocess.Popen[bytes], config: Config, trainer: set[int], rest: set[int]) -> None:
@@ -135,6 +148,9 @@ def _pin(pid: int, cores: set[int]) -> None:
 
 def _calibrated(options: argparse.Namespace, config: Config, shape: Sequence[str], cores: set[int]) -> Path:
     """The mean of as many calibrations at once as the job has instances, on the cores that these will have."""
+    path = options.out / "cost_model.toml"
+    if options.resume and path.exists():
+        return path
     places = [options.out / f"cost_model_{i}.toml" for i in range(config.rollout.instances)]
     processes = []
     for place in places:
@@ -157,7 +173,6 @@ def _calibrated(options: argparse.Namespace, config: Config, shape: Sequence[str
     ]
     if failed:
         raise RuntimeError(f"calibration failed: see {', '.join(failed)}")
-    path = options.out / "cost_model.toml"
     path.write_text(dump_cost_model(averaged([load_cost_model(place) for place in places])))
     return path
 

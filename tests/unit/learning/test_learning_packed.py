@@ -16,9 +16,9 @@ from staleflow.learning.trainer import PolicyTrainer
 TEMPERATURE = 0.7
 
 
-def trainer_for(path, *, temperature=TEMPERATURE, lr=1e-3, clip=0.0, **algorithm):
+def trainer_for(path, *, temperature=TEMPERATURE, lr=1e-3, clip=0.0, compile=False, **algorithm):
     return PolicyTrainer(
-        ModelSettings(path),
+        ModelSettings(path, compile=compile),
         OptimizerSettings(lr=lr, max_grad_norm=clip),
         AlgorithmSettings(temperature=temperature, **algorithm),
         device="cpu",
@@ -121,3 +121,16 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny_model, trajectories):
 def test_mesh_is_the_default_group_unless_given(tiny_model):
     policy = load_policy(ModelSettings(tiny_model), init_device_mesh("cpu", (1,)), temperature=1.0)
     assert {name for name, _ in policy.sharded_parameters()} == {n for n, _ in plain(tiny_model).named_parameters()}
+
+
+@pytest.mark.slow
+def test_compiled_layers_score_and_learn_alike(tiny_model, trajectories):
+    """model.compile: the same log-probabilities and the same step, with batches of other sizes in between."""
+    eager, compiled = trainer_for(tiny_model), trainer_for(tiny_model, compile=True)
+    for chosen in (trajectories, trajectories[:2], trajectories[1:]):
+        batch = pack(chosen, [1.0] * len(chosen))
+        torch.testing.assert_close(compiled.logprobs(batch), eager.logprobs(batch), rtol=1e-4, atol=1e-4)
+        expected = eager.train_step(4, [batch], totals_of([batch]))
+        assert compiled.train_step(4, [batch], totals_of([batch])) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    compiled_layers = [m for m in compiled.model.modules() if m._compiled_call_impl is not None]
+    assert len(compiled_layers) == 2
