@@ -89,7 +89,9 @@ def test_a_killed_rank_ends_the_job_soon_is_named_and_a_resume_continues(cluster
     began_s = time.monotonic()
     kill(cluster, "node2", run_dir, 5)
     job = cluster.wait(number)
-    assert time.monotonic() - began_s < 90, "half a minute is promised; a loaded test machine explains no more"
+    took_s = time.monotonic() - began_s
+    print(f"{launcher}: the job was over {took_s:.1f} s after the kill")
+    assert took_s < 90, "half a minute is promised; a loaded test machine explains no more"
     assert job["JobState"] == "FAILED"
     assert "rank 5" in log_of(run_dir)
     assert shared_memory(cluster) == {"node1": [], "node2": []}
