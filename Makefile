@@ -16,7 +16,9 @@ export STALEFLOW_BUILD_CUDA
 
 STAMP := $(VENV)/.staleflow-$(ENGINE)
 PIP   := $(PY) -m pip --disable-pip-version-check --quiet
-# Byte code is written when a module is first imported: compiling all of them would take a third of the set-up.
+# Byte code is written when a module is first imported: compiling all of them would take a third of the set-up. Images
+# often forbid it; then every rank of every job would compile torch and vLLM anew, ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --no-compile
 BUILD_TOOLS := setuptools wheel pybind11 ninja
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
@@ -69,7 +71,7 @@ demo: demo-model ## everything from a fresh clone to a finished small RL run
 # Most tests start several processes and wait for them: two side by side keep two cores busy.
 TEST_JOBS ?= 2
 test: setup lint ## everything from a fresh clone to passed tests
-	$(PY) -m pytest -n $(TEST_JOBS) --dist loadgroup --no-loadscope-reorder
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadscope --no-loadscope-reorder
 
 test-fast: setup ## unit and property tests only
 	$(PY) -m pytest -m "not vllm and not dist and not slow and not cluster"

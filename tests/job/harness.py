@@ -107,6 +107,9 @@ class Job:
             name for name in _shm() - self.shm_before if "-test-" in name or name.startswith(("staleflow-", "vllm"))
         }
 
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
 
 def start(task: Task, run_root: Path, *, launcher: tuple[str, ...] = (), **changes: Any) -> Job:
     """`staleflow run configs/demo.toml …`, alone or under a launcher's command line."""

@@ -56,6 +56,7 @@ def test_signal_ends_in_order(task: Task, tmp_path: Path, number: int, code: int
     job.until_step(2)
     job.signal(number)
     assert job.wait(20) == code, job.output
+    assert "Traceback" not in job.output
     assert job.summary["status"] == "stopped" and f"signal {number}" in job.summary["reason"]
     assert job.metrics()[-1]["step"] == job.summary["steps"] - 1
     assert not job.ranks_alive() and not job.shm_left()

@@ -26,6 +26,18 @@ def test_shared_memory_is_measured_against_the_plan(config_file, tmp_path):
     assert "remount" in finding.remedy
 
 
+def test_an_installation_that_is_compiled_anew_at_every_start_is_found(tmp_path, monkeypatch):
+    (tmp_path / "some_library").mkdir()
+    (tmp_path / "some_library" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    finding = only(checks.check_byte_code("some_library"))
+    assert not finding.ok
+    assert finding.remedy == f"python -m compileall -q {tmp_path}"
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert only(checks.check_byte_code("some_library")).ok
+
+
 def test_files_that_nobody_holds_are_leftovers_and_others_are_not(tmp_path):
     assert only(checks.check_leftovers(tmp_path)).ok
     (tmp_path / "dead").write_bytes(b"x" * 4096)

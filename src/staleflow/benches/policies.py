@@ -43,6 +43,8 @@ def run(args: list[str]) -> dict[str, Any]:
     options, overrides = _parser().parse_known_args(args)
     shape = [f"rollout.instances={INSTANCES}", f"run.steps={options.steps}", "observe.tensorboard=false", *overrides]
     config = load(options.config, shape)
+    if config.evaluation is not None:
+        shape.insert(0, "evaluation.max_prompts=1")  # what it has learned is not the question, and costs minutes
     cores = sorted(os.sched_getaffinity(0))
     trainer, rest = {cores[0]}, set(cores[1:]) or {cores[0]}
     options.out.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +119,20 @@ def _held_files(folder: Path) -> Set[str]:
         except OSError:  # it has ended, or is another user's, who cannot hold a file of mode 0600 of ours
             continue
     return {name for name in held if name.startswith(str(folder))}
+
+
+def check_byte_code(package: str = "torch") -> Iterator[Finding]:
+    """Without byte code, and unable to write it, every rank compiles torch, transformers and vLLM at every start."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        return
+    cached = Path(importlib.util.cache_from_source(found.origin))
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{cached.parent.parent} is read-only"
+    if cached.exists() or not (sys.dont_write_bytecode or not os.access(cached.parent.parent, os.W_OK)):
+        yield Finding(True, "byte code", "written at the first start" if not cached.exists() else "there")
+        return
+    remedy = f"python -m compileall -q {Path(found.origin).parents[1]}"
+    yield Finding(False, "byte code", f"{package} has none and {why}: every start takes many seconds longer", remedy)
 
 
 def check_limits() -> Iterator[Finding]:

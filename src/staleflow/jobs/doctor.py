@@ -59,6 +59,7 @@ def _local(config: Config | None, info: LaunchInfo, reap: bool) -> Iterator[Find
     if config is not None and info.rank == 0:
         yield from checks.check_config(config)
     yield from checks.check_versions()
+    yield from checks.check_byte_code()
     if info.local_rank != 0:
         return
     if reap:

@@ -112,7 +112,7 @@ def load_policy(
     policy = PolicyModel(hf, settings.logits_chunk_tokens, temperature)
     if settings.compile:
         for layer in _layers(hf):
-            layer.compile()
+            layer.compile(dynamic=True)  # no two micro-batches are of one length
     whole_state = policy.state_dict() if not _is_meta(policy) else {}
     whole_buffers = dict(policy.named_buffers())
     shard(policy, settings, mesh)

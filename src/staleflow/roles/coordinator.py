@@ -34,12 +34,12 @@ from staleflow.roles.auditing import Audit
 from staleflow.roles.batching import Generated
 from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
+from staleflow.roles.evaluating import Evaluating, is_evaluation
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.payloads import Payloads
 from staleflow.roles.steps import Steps
 from staleflow.roles.stopping import OrderedStop
 from staleflow.roles.survival import Holdings, Survival
-from staleflow.trajectories.schema import group_and_member
 
 CHECKPOINT_SHARE = 0.6  # of the grace time: what a checkpoint may take; the rest is for leaving
 
@@ -69,29 +69,27 @@ class CoordinatorRole:
         start_version: int = 0,
     ) -> None:
         self._c, self._plan, self.core, self._prompts, self._send = config, job_plan, core, prompts, books.send
-        self.evaluations, self._observer = evaluations, observer
+        self._observer = observer
         self.accounts = Accounts()
         self.outcome: Outcome | None = None
         self._last_step = config.run.steps
-        self._start_version = start_version
         self._node_of_instance = {r.instance: r.node for r in job_plan.ranks if r.instance is not None}
         self._waiting_ready = set(range(job_plan.world_size)) - set(job_plan.hosts)
         self._stored: dict[int, set[int]] = {}  # version -> nodes that hold it
         self._store_nodes = {job_plan.ranks[r].node for r in job_plan.relays}
         self._joined: set[int] = set()
         self._next_group = 0
-        self._final_evaluation = False
         self._cause = Cause()
         self._audit = Audit(core, config.run_dir)
         self._payloads = p = Payloads(self._node_of_instance, books.send)
         self._steps = Steps(config, job_plan, p, self.accounts, self._audit, observer, books.send)
         self._last_cycle_s = self._progress_s = time.monotonic()
-        self._step_began_s = self._progress_s
         self._watched = watch
         self._checkpointing = Checkpointing(
             config, job_plan.trainers, len(job_plan.nodes), books, self._state, observer.note, watch.checkpoint_took,
             start_version,
         )  # fmt: skip
+        self._evaluating = Evaluating(config, evaluations, core, p, self._checkpointing, observer, start_version)
         self._stop = OrderedStop(core, self._checkpointing, self._command, lambda *how: self._end(Outcome(*how)))
         holdings = Holdings(p.generated, p.holder, p.known_on, p.copies, self._stored, self._store_nodes)
         self.survival = Survival(
@@ -183,9 +181,8 @@ class CoordinatorRole:
         self._waiting_ready.discard(rank)
         self._progress_s = now_s
         if not self._waiting_ready:
-            self.accounts.began_s = self._step_began_s = now_s
-            if self._owes_evaluation():
-                self._evaluate(self._start_version)
+            self.accounts.began_s = now_s
+            self._evaluating.at_start()
 
     def _snapshot(self, s: m.Snapshot, now_s: float) -> None:
         if s.instance not in self._joined:
@@ -217,15 +214,14 @@ class CoordinatorRole:
         self._stop.left(f.tid)
         generated = Generated(f.prompt_tokens, f.tokens, tuple(f.segments), f.finish, f.node)
         self._payloads.holder.pop(f.tid, None)
-        if group_and_member(f.tid)[0] >= EVAL_GROUP_BASE:
-            if self.evaluations is not None:
-                self.evaluations.generated(f.tid, [version for version, _ in f.segments])
+        if is_evaluation(f.tid):
+            self._evaluating.generated(f.tid, [version for version, _ in f.segments])
         else:
             self._payloads.generated[f.tid] = generated
         self.core.finished(f.tid, f.tokens, generated.v_traj, len(f.segments))
 
     def _rewarded(self, tid: int, reward: float) -> None:
-        if group_and_member(tid)[0] >= EVAL_GROUP_BASE:
+        if is_evaluation(tid):
             self._evaluated(tid, reward)
             return
         self._payloads.rewards[tid] = reward
@@ -233,10 +229,14 @@ class CoordinatorRole:
 
     def _reward_failed(self, tid: int, why: str) -> None:
         self._observer.note(f"the reward of trajectory {tid} failed: {why}")
-        if group_and_member(tid)[0] >= EVAL_GROUP_BASE:
+        if is_evaluation(tid):
             self._evaluated(tid, None)
         else:
             self.core.failed(tid, why)
+
+    def _evaluated(self, tid: int, reward: float | None) -> None:
+        self._evaluating.answered(tid, reward)
+        self._forget([tid])
 
     # ---- prompts and commands ----------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class CoordinatorRole:
 
     def _lives(self, group_id: int) -> bool:
         if group_id >= EVAL_GROUP_BASE:
-            return self.evaluations is not None and self.evaluations.waits_for(group_id)
+            return self._evaluating.waits_for(group_id)
         return self.core.holds(group_id)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -288,39 +288,7 @@ class CoordinatorRole:
         if plan is None:
             return
         self._forget(plan.tids)
-        if self._evaluation_due(plan.step + 1):
-            self._evaluate(plan.step + 1)
-
-    # ---- evaluation --------------------------------------------------------------------------------------------------
-
-    def _evaluation_due(self, version: int) -> bool:
-        """At the first version and every so many; the one at the end has its place in `_finish_when_done`."""
-        if self._c.evaluation is None or version >= self._last_step:
-            return False
-        every = self._c.evaluation.every_steps
-        return version == 0 or (every > 0 and version % every == 0)
-
-    def _owes_evaluation(self) -> bool:
-        """Before the first step; later only where the attempt before this one was lost in the middle of it."""
-        version = self._start_version
-        return self._evaluation_due(version) and all(done["version"] != version for done in self._observer.accuracies)
-
-    def _evaluate(self, version: int) -> None:
-        assert self.evaluations is not None
-        _, work = self.evaluations.start(version)
-        for tid, prompt in work:
-            self._payloads.prompt_of[group_and_member(tid)[0]] = prompt
-        self.core.evaluate([tid for tid, _ in work], [len(p.token_ids) for _, p in work], version)
-
-    def _evaluated(self, tid: int, reward: float | None) -> None:
-        assert self.evaluations is not None
-        done = self.evaluations.scored(tid, reward)
-        self._forget([tid])
-        if done is not None:
-            result = done.result(self.evaluations.samples)
-            self._observer.evaluated(done, result)
-            if result["prompts"]:
-                self._checkpointing.evaluated(done.version, result["mean"])
+        self._evaluating.at_version(plan.step + 1)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -342,22 +310,8 @@ class CoordinatorRole:
         self._next_group = resume.next_group
         if "accounts" in resume.run:
             self.accounts.load(resume.run["accounts"])
-        p = self._payloads
-        p.prompt_of.update((group_id, prompt(index)) for group_id, index in resume.prompt_of.items())
         self._audit.restored(resume.kept)
-        for tid, one in resume.kept.items():
-            group_id, member = group_and_member(tid)
-            p.known_on.setdefault(group_id, set()).add(one.node)
-            if one.generated:
-                p.generated[tid] = Generated(one.prompt_tokens, one.tokens, one.segments, one.finish, one.node)
-            elif one.tokens:
-                p.holder[tid] = one.node
-            if resume.members[group_id][member][1] and one.reward is not None:
-                p.rewards[tid] = one.reward
-        unrewarded = self.core.unrewarded()
-        for node in range(len(self._plan.nodes)):
-            known = [p.prompt_message(g) for g, nodes in p.known_on.items() if node in nodes]
-            self._send(node, m.Reload(known, [tid for tid in unrewarded if resume.kept[tid].node == node]))
+        self._payloads.restore(resume, prompt, self.core.unrewarded(), range(len(self._plan.nodes)))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -368,10 +322,7 @@ class CoordinatorRole:
         if self._checkpointing.busy or self._stop.asked:
             return
         self.accounts.ended_s = self.accounts.ended_s or now_s
-        if self.evaluations is not None and not self._final_evaluation:
-            self._final_evaluation = True
-            self._evaluate(self.core.version)
-        if self.evaluations is not None and self.evaluations.busy:
+        if not self._evaluating.through(self.core.version):
             return
         reason = "the data set ended" if starved else "all steps done"
         self._end(Outcome("completed", 0, reason))
@@ -444,7 +395,7 @@ class CoordinatorRole:
             return f"the checkpoint: {self._checkpointing.waited_for()}"
         if self._steps.running is not None:
             return f"the trainer, at step {self._steps.running.step}"
-        if self._final_evaluation:
+        if self._evaluating.at_the_end:
             return "the evaluation"
         waited = Counter("rewards" if w.instance is None else f"instance {w.instance}" for w in self.core.waiting_for())
         if waited:

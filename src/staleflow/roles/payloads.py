@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from staleflow.checkpoint.recovery import Resume
 from staleflow.coordination.types import Command
 from staleflow.data.prompts import Prompt
 from staleflow.roles import messages as m
@@ -28,6 +29,24 @@ class Payloads:
         self.rewards: dict[int, float] = {}
         self.holder: dict[int, int] = {}  # tid -> node with a partial payload
         self.copies: dict[int, set[int]] = {}  # tid -> nodes that were sent a copy of its payload
+
+    def restore(
+        self, resume: Resume, prompt: Callable[[int], Prompt], unrewarded: Sequence[int], nodes: Sequence[int]
+    ) -> None:
+        """Take over what an earlier attempt has left, and tell the host of every node what to load of it."""
+        self.prompt_of.update((group_id, prompt(index)) for group_id, index in resume.prompt_of.items())
+        for tid, one in resume.kept.items():
+            group_id, member = group_and_member(tid)
+            self.known_on.setdefault(group_id, set()).add(one.node)
+            if one.generated:
+                self.generated[tid] = Generated(one.prompt_tokens, one.tokens, one.segments, one.finish, one.node)
+            elif one.tokens:
+                self.holder[tid] = one.node
+            if resume.members[group_id][member][1] and one.reward is not None:
+                self.rewards[tid] = one.reward
+        for node in nodes:
+            known = [self.prompt_message(g) for g, holders in self.known_on.items() if node in holders]
+            self._send(node, m.Reload(known, [tid for tid in unrewarded if resume.kept[tid].node == node]))
 
     # ---- to the instances --------------------------------------------------------------------------------------------
 

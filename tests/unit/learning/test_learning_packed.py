@@ -124,13 +124,13 @@ def test_mesh_is_the_default_group_unless_given(tiny_model):
 
 
 @pytest.mark.slow
-def test_compiled_layers_score_and_learn_alike(tiny_model, trajectories):
-    """model.compile: the same log-probabilities and the same step, with batches of other sizes in between."""
+def test_compiled_layers_learn_alike(tiny_model, trajectories):
+    """model.compile: the same steps and the same weights after them, with batches of two sizes."""
     eager, compiled = trainer_for(tiny_model), trainer_for(tiny_model, compile=True)
-    for chosen in (trajectories, trajectories[:2], trajectories[1:]):
+    for chosen in (trajectories, trajectories[1:]):
         batch = pack(chosen, [1.0] * len(chosen))
-        torch.testing.assert_close(compiled.logprobs(batch), eager.logprobs(batch), rtol=1e-4, atol=1e-4)
         expected = eager.train_step(4, [batch], totals_of([batch]))
         assert compiled.train_step(4, [batch], totals_of([batch])) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    compiled_layers = [m for m in compiled.model.modules() if m._compiled_call_impl is not None]
-    assert len(compiled_layers) == 2
+    assert sum(m._compiled_call_impl is not None for m in compiled.model.modules()) == 2
+    for (name, a), (_, b) in zip(full_state(eager.model).items(), full_state(compiled.model).items(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
