@@ -23,6 +23,7 @@ class Pair:
             protocol.version,
         )
         self.next_id = 0
+        self.skipped: list[int] = []  # unused ids below it
 
     @property
     def members(self) -> range:
@@ -71,6 +72,7 @@ class Pair:
         assert ledger.feasible(list(due.values()), ledger.version, ledger.places), "feasibility"
         assert len(ledger.trained) == len(set(ledger.trained)), "exactly once"
         assert protocol.counters() == ledger.counters(), "conservation"
+        assert protocol.outstanding() == list(ledger.groups), "in the order of the first reservations"
         assert {i: protocol.version_of(i) for i in protocol.outstanding()} == {
             i: d - ledger.eta for i, d in due.items()
         }
@@ -97,7 +99,7 @@ def random_operation(pair: Pair, rng: random.Random) -> str:
     ledger = pair.ledger
     kind = rng.choices(("start", "join", "occupy", "release", "consume"), (20, 35, 40, 2, 10))[0]
     if kind == "start":
-        pair.reserve(pair.next_id, rng.choice(pair.members), _version(pair, rng))
+        pair.reserve(_new_id(pair, rng), rng.choice(pair.members), _version(pair, rng))
         return kind
     if kind == "consume":
         if not pair.protocol.ready():
@@ -118,6 +120,17 @@ def random_operation(pair: Pair, rng: random.Random) -> str:
         return ""
     pair.occupy(group_id, rng.choice(running))
     return kind
+
+
+def _new_id(pair: Pair, rng: random.Random) -> int:
+    """Most often the next id; at times one behind a gap, or from an earlier gap."""
+    luck = rng.random()
+    if luck < 0.05 and pair.skipped:
+        return pair.skipped.pop(rng.randrange(len(pair.skipped)))
+    if luck > 0.95:
+        first, pair.next_id = pair.next_id, pair.next_id + rng.choice((1, 2, 30, 1_000))
+        pair.skipped += range(first, min(pair.next_id, first + 5))
+    return pair.next_id
 
 
 def _version(pair: Pair, rng: random.Random) -> int:

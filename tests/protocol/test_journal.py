@@ -54,7 +54,7 @@ def recovered_state(path: Path) -> dict[str, Any]:
         return journal.protocol.dump()
 
 
-@pytest.mark.parametrize("seed", [1, 9])
+@pytest.mark.parametrize("seed", [3, 9])
 def test_cut_at_every_byte_it_recovers_a_prefix_with_everything_acknowledged(tmp_path: Path, seed: int) -> None:
     written = Written(tmp_path / "journal", seed, operations=160)
     copy = tmp_path / "copy"

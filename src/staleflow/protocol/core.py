@@ -19,19 +19,16 @@ operation therefore costs O(eta), whatever the number of trajectories:
 With spare groups the places are `B' = B + spare_groups` per step, B of them are trained, and the surplus is dropped.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from operator import ge
 from typing import Any, Self
 
 from staleflow.protocol import snapshot, view
 from staleflow.protocol.errors import NotReady, ProtocolError
 from staleflow.protocol.group import Group
-from staleflow.protocol.state import State
+from staleflow.protocol.state import MAX_ID, State
 
 REASONS = ("redundant", "surplus", "filtered", "failed", "aborted", "stale")
-MAX_ID = 2**63 - 1
 
 
 class StalenessProtocol(State):
@@ -56,10 +53,10 @@ class StalenessProtocol(State):
         """Whether reserve() would admit a trajectory begun at `version`, of a new group or of the group `group_id`."""
         if version > self._version:
             return False
-        group = None if group_id is None else self._groups.get(group_id)
+        group = None if group_id is None else self._find(group_id)
         if group is not None:
             return group.missing > 0 and self._can_lower(group, version)
-        if group_id is not None and group_id in self._used:
+        if group_id is not None and group_id in self._used_ids():
             return False
         first = version + self.eta - self._version
         return first >= 0 and self._has_room(first, self.eta + 1)
@@ -73,27 +70,24 @@ class StalenessProtocol(State):
         Raises:
             ProtocolError: `version` is ahead of the trainer, `member` is out of range, or `group_id` was used before.
         """
-        near = self._near
+        usual = self._usual
         try:
             bit = self._bits[member]
-            place = group_id - near.base
+            place = group_id - usual.base
+            if place >= 0 and group_id < usual.end and usual.versions[place] == version:
+                reserved = usual.reserved[place]
+                if not reserved & bit:
+                    usual.reserved[place] = reserved | bit
+                    usual.running[place] |= bit
+                    self._reserved_trajectories += 1
+                return True
         except (KeyError, TypeError):
             raise self._bad_reservation(group_id, member, version) from None
         if version > self._version:
             raise self._bad_reservation(group_id, member, version)
-        group = near.groups[place] if 0 <= place < len(near.groups) else None
-        if group is None:
-            group = self._groups.get(group_id)
-            if group is None:
-                return self._open(group_id, bit, version)
-        if group.reserved & bit:
+        if group_id == usual.end < usual.limit and version == self._version and self._open_next(group_id, bit):
             return True
-        if version != group.version or group.versions is not None:
-            return self._join(group, member, bit, version)
-        group.reserved |= bit
-        group.running |= bit
-        self._reserved_trajectories += 1
-        return True
+        return self._reserve_other(group_id, member, version)
 
     def _bad_reservation(self, group_id: int, member: int, version: int) -> ProtocolError:
         if not isinstance(group_id, int):
@@ -106,44 +100,55 @@ class StalenessProtocol(State):
             f"version {version} of group {group_id} is ahead of the trainer's {self._version}: no instance can hold it"
         )
 
-    def _open(self, group_id: int, bit: int, version: int) -> bool:
-        """The first member of a new group."""
-        if type(group_id) is not int or type(version) is not int or not -MAX_ID <= group_id <= MAX_ID or version < 0:
-            raise ProtocolError(f"a group id is a 64-bit int and a version an int >= 0, got {group_id!r}, {version!r}")
-        slack = self._slack
-        first = version + self.eta - self._version
-        if first == self.eta and self._floor is not None:  # the usual case, without a call
-            admitted = slack[first] > self._floor[first]
-        else:
-            admitted = first >= 0 and self._has_room(first, self.eta + 1)
-        lasts = self._used.lasts
-        if admitted and lasts and group_id == lasts[-1] + 1:  # ids in rising order: the usual case, without a call
-            lasts[-1] = group_id
-        elif group_id in self._used:
-            raise ProtocolError(f"group id {group_id} was used before; give every prompt drawn an id of its own")
-        elif not admitted:
+    def _reserve_other(self, group_id: int, member: int, version: int) -> bool:
+        """A member of a group that is no usual one, or will be none with it; or one that is reserved already."""
+        group, bit = self._find(group_id), self._bits[member]
+        if group is None:
+            return self._open(group_id, bit, version)
+        if group.reserved & bit:
+            return True
+        if version != group.version or group.versions is not None:
+            return self._join(group_id, group, member, version)
+        group.add(member, bit, version)
+        self._reserved_trajectories += 1
+        return True
+
+    def _open_next(self, group_id: int, bit: int) -> bool:
+        """The first member of a new group in the usual case: at the trainer's version, with the next id.
+
+        False, changing nothing, when it has to be looked at closely.
+        """
+        usual, slack, floor, newest = self._usual, self._slack, self._floor, self.eta
+        if floor is None or slack[newest] <= floor[newest] or type(group_id) is not int:
             return False
-        else:
-            self._used.add(group_id)
-        self._groups[group_id] = group = Group()
-        group.id = group_id
-        group.version = version
-        group.reserved = bit
-        group.running = bit
-        group.missing = self.group_size
-        group.versions = None
-        near, place = self._near.groups, group_id - self._near.base
-        if place == len(near) < 4 * len(self._groups):  # again: the usual case, without a call
-            near.append(group)
-        else:
-            self._near.add(group_id, group, len(self._groups))
-        for i in self._ahead[first]:
-            slack[i] -= 1
+        usual.end = group_id + 1
+        usual.versions.append(self._version)
+        usual.reserved.append(bit)
+        usual.running.append(bit)
+        slack[newest] -= 1
         self._reserved_groups += 1
         self._reserved_trajectories += 1
         return True
 
-    def _join(self, group: Group, member: int, bit: int, version: int) -> bool:
+    def _open(self, group_id: int, bit: int, version: int) -> bool:
+        """The first member of a new group."""
+        if type(group_id) is not int or type(version) is not int or not -MAX_ID <= group_id <= MAX_ID or version < 0:
+            raise ProtocolError(f"a group id is a 64-bit int and a version an int >= 0, got {group_id!r}, {version!r}")
+        used = self._used_ids()
+        if group_id in used:
+            raise ProtocolError(f"group id {group_id} was used before; give every prompt drawn an id of its own")
+        first = version + self.eta - self._version
+        if first < 0 or not self._has_room(first, self.eta + 1):
+            return False
+        used.add(group_id)
+        if not self._enter(group_id, version, bit):
+            self._groups[group_id] = Group(self._new_order(), version, bit, self.group_size)
+        self._shift_slack(first, self.eta + 1, -1)
+        self._reserved_groups += 1
+        self._reserved_trajectories += 1
+        return True
+
+    def _join(self, group_id: int, group: Group, member: int, version: int) -> bool:
         """A further member whose version differs from the others' (or did for some member before)."""
         if type(version) is not int or version < 0:
             raise ProtocolError(f"a version is an int >= 0, got {version!r}")
@@ -151,7 +156,7 @@ class StalenessProtocol(State):
             return False
         if version < group.version:
             self._shift_slack(version + self.eta - self._version, self._class_of(group), -1)
-        group.add(member, bit, version)
+        self._take(group_id).add(member, self._bits[member], version)
         self._reserved_trajectories += 1
         return True
 
@@ -190,40 +195,62 @@ class StalenessProtocol(State):
         Raises:
             ProtocolError: the trajectory is not reserved, or was occupied before.
         """
-        near = self._near
+        usual = self._usual
         try:
-            place = group_id - near.base
-            group = near.groups[place] if 0 <= place < len(near.groups) else None
-            if group is None:
-                group = self._groups[group_id]
             bit = self._bits[member]
-        except (KeyError, TypeError):
-            return self._occupied_late(group_id, member)
-        if not bit & group.running or not group.missing:
+            place = group_id - usual.base
+            running = usual.running[place] if place >= 0 else 0
+        except (KeyError, IndexError, TypeError):
+            return self._occupy_other(group_id, member)
+        if not running & bit:
+            return self._occupy_other(group_id, member)
+        usual.running[place] = running = running ^ bit
+        if self.spare_members:
+            return self._occupied_beside_spares(group_id)
+        if running or usual.reserved[place] != self._full:
+            return False
+        return self._complete(group_id, usual.versions[place])
+
+    def _occupied_beside_spares(self, group_id: int) -> bool:
+        """A member of a usual group has finished, and it need not be the last that runs."""
+        _, reserved, running = self._usual.read(group_id)
+        if (reserved ^ running).bit_count() < self.group_size:
+            return False
+        return self._complete_with_spares(group_id, self._take(group_id))
+
+    def _occupy_other(self, group_id: int, member: int) -> bool:
+        """A member of a group that is no usual one; a spare member that its group no longer needs; or misuse."""
+        group, bit = self._groups.get(group_id), self._bits.get(member, 0)
+        if group is None or not bit & group.running or not group.missing:
             return self._occupied_late(group_id, member)
         group.running ^= bit
         group.missing -= 1
         if group.missing:
             return False
         if self.spare_members:
-            self._keep_finished(group)
-        self._finished[group.version + self.eta - self._version][group.id] = None
+            return self._complete_with_spares(group_id, group)
+        return self._complete(group_id, group.version)
+
+    def _complete(self, group_id: int, version: int) -> bool:
+        """The last member that a group needs is finished."""
+        self._finished[version + self.eta - self._version].ids.append(group_id)
         self._finished_count += 1
         if self._finished_count >= self.batch_groups:  # with fewer it is not READY, as before
             self._floor = None
         return True
 
-    def _keep_finished(self, group: Group) -> None:
+    def _complete_with_spares(self, group_id: int, group: Group) -> bool:
         """The members that finished first make the group; without the others its version, and deadline, may rise."""
         before = self._class_of(group)
         group.keep_done()
         self._shift_slack(before, self._class_of(group), 1)
+        return self._complete(group_id, group.version)
 
     def _occupied_late(self, group_id: int, member: int) -> bool:
         """A spare member that its group no longer needs, or misuse."""
-        group = self._groups.get(group_id)
+        group = self._find(group_id)
         bit = self._bits.get(member, 0)
-        if group is None and self.spare_members and bit and group_id in self._used:
+        if group is None and self.spare_members and bit and group_id in self._used_ids():
             return False  # it finished while the abort that followed its group's end was on its way
         if group is None or not bit & group.reserved:
             raise ProtocolError(f"member {member} of group {group_id} is not reserved, so it cannot be occupied")
@@ -246,13 +273,13 @@ class StalenessProtocol(State):
         """
         if reason not in REASONS:
             raise ProtocolError(f"unknown reason {reason!r} to release group {group_id}: one of {', '.join(REASONS)}")
-        group = self._groups.get(group_id)
+        group = self._find(group_id)
         if group is None:
             raise ProtocolError(f"group {group_id} is not outstanding, so it cannot be released ({reason})")
         if member is None:
             self._drop(group_id, group, reason)
         else:
-            self._release_member(group_id, group, reason, member)
+            self._release_member(group_id, self._take(group_id), reason, member)
 
     def _release_member(self, group_id: int, group: Group, reason: str, member: int) -> None:
         bit = self._bits.get(member, 0)
@@ -275,10 +302,10 @@ class StalenessProtocol(State):
         """Release a whole group."""
         place = self._class_of(group)
         if not group.missing:
-            del self._finished[place][group_id]
+            self._finished[place].remove(group_id)
             self._finished_count -= 1
-        del self._groups[group_id]
-        self._near.remove(group_id)
+        if self._groups.pop(group_id, None) is None:
+            self._usual.forget(group_id)
         self._floor = None
         self._shift_slack(place, self.eta + 1, 1)
         self._released_groups[reason] += 1
@@ -315,7 +342,7 @@ class StalenessProtocol(State):
         violated = None if self.spare_groups else self._first_violated()
         if violated is not None:
             return view.unfinished(self, self._version + violated)
-        if len(self._groups) >= self.batch_groups:
+        if self._outstanding_groups() >= self.batch_groups:
             return view.unfinished(self, self._version + self.eta)
         return []
 
@@ -341,10 +368,9 @@ class StalenessProtocol(State):
     def _take_batch(self) -> list[int]:
         batch: list[int] = []
         for place, finished in enumerate(self._finished):
-            taken = list(islice(finished, self.batch_groups - len(batch)))
-            deque(map(finished.__delitem__, taken), 0)
-            for group_id, group in zip(taken, map(self._groups.pop, taken), strict=True):
-                self._near.remove(group_id)
+            taken = finished.take(self.batch_groups - len(batch))
+            for group_id in self._usual.forget_complete(taken):
+                group = self._groups.pop(group_id)
                 if group.running:
                     self._release_spares(group_id, group)
             self._shift_slack(place, self.eta + 1, len(taken))
@@ -365,7 +391,7 @@ class StalenessProtocol(State):
             excess = places - self._slack[i]
             if excess > 0:
                 for group_id in view.dispensable(self, self._version + i)[:excess]:
-                    group = self._groups[group_id]
+                    group = self._take(group_id)
                     self.dropped += [(group_id, m, "surplus") for m, bit in self._bits.items() if bit & group.reserved]
                     self._drop(group_id, group, "surplus")
 
@@ -374,10 +400,10 @@ class StalenessProtocol(State):
         places = self.batch_groups + self.spare_groups
         self._version += 1
         self._floor = None
-        self._near.trim()
+        self._trim_usual()
         self._finished.append(self._finished.pop(0))
         self._slack = [slack - places for slack in self._slack[1:]]
-        self._slack.append(places * (self.eta + 1) - len(self._groups))
+        self._slack.append(places * (self.eta + 1) - self._outstanding_groups())
 
     # ---- derived view, persistence, self-check -------------------------------------------------------------------
 

@@ -2,23 +2,24 @@
 
 
 class Group:
-    """Members are bits. Made blank and filled in by who makes it: a constructor would double the cost of reserve().
+    """Members are bits. Usual groups are packed in lists instead (usual.py).
 
-    id: the number object that is its key everywhere; a caller's equal one would be 32 bytes more.
+    order: its place among all outstanding groups, in the order of their first reservation.
     version: the group's version, the oldest V_traj of its members (of its finished ones, once it is complete).
     reserved, running: the members that are outstanding, and those of them that are unfinished.
     missing: finished members that it still needs; 0 is complete.
     versions: V_traj by member, or None while every reserved member has the group's own (the usual case).
     """
 
-    __slots__ = ("id", "missing", "reserved", "running", "version", "versions")
+    __slots__ = ("missing", "order", "reserved", "running", "version", "versions")
 
-    id: int
-    version: int
-    reserved: int
-    running: int
-    missing: int
-    versions: dict[int, int] | None
+    def __init__(self, order: tuple[int, int], version: int, reserved: int, missing: int) -> None:
+        self.order = order
+        self.version = version
+        self.reserved = reserved
+        self.running = reserved
+        self.missing = missing
+        self.versions: dict[int, int] | None = None
 
     def add(self, member: int, bit: int, version: int) -> None:
         """Reserve one more member; the group's version is the oldest of its members'."""

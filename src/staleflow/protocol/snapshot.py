@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from staleflow.protocol.errors import ProtocolError
 from staleflow.protocol.group import Group
 from staleflow.protocol.intervals import IdIntervals
+from staleflow.protocol.usual import NO_GROUP
 
 if TYPE_CHECKING:
     from staleflow.protocol.core import StalenessProtocol
@@ -27,7 +28,7 @@ def dump(protocol: StalenessProtocol) -> dict[str, Any]:
         "format": FORMAT,
         **{name: getattr(protocol, name) for name in SETTINGS},
         "version": protocol.version,
-        "used": protocol._used.dump(),
+        "used": protocol._used_ids().dump(),
         "groups": [[i, _dump_members(protocol, i)] for i in protocol.outstanding()],
         "finished": [group_id for ids in protocol._finished for group_id in ids],
         "counters": _plain(protocol.counters()),
@@ -50,8 +51,8 @@ def load(cls: type[P], state: dict[str, Any]) -> P:
         raise ProtocolError(f"a protocol state of format {FORMAT} is needed, got {found!r}; it was written elsewhere")
     try:
         protocol = cls(**{name: state[name] for name in SETTINGS}, start_version=state["version"])
-        _load_groups(protocol, state)
         _load_counters(protocol, state["counters"])
+        _load_groups(protocol, state)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise ProtocolError(f"the protocol state is damaged: {error!r}") from error
     check(protocol)
@@ -61,23 +62,18 @@ def load(cls: type[P], state: dict[str, Any]) -> P:
 def _load_groups(protocol: StalenessProtocol, state: dict[str, Any]) -> None:
     protocol._used = IdIntervals.load(state["used"])
     for group_id, members in state["groups"]:
-        group = _load_group(protocol, group_id, members)
-        if group_id in protocol._groups or not 0 <= protocol._class_of(group) <= protocol.eta:
+        group = _load_group(protocol, members)
+        if protocol.holds(group_id) or not 0 <= protocol._class_of(group) <= protocol.eta:
             raise ValueError(f"group {group_id} occurs twice or is outside the staleness window")
-        protocol._groups[group_id] = group
-        protocol._near.add(group_id, group, len(protocol._groups))
+        protocol._adopt(group_id, group)
         protocol._shift_slack(protocol._class_of(group), protocol.eta + 1, -1)
     for group_id in state["finished"]:
-        protocol._finished[protocol._class_of(protocol._groups[group_id])][group_id] = None
+        protocol._finished[protocol.version_of(group_id) + protocol.eta - protocol.version].ids.append(group_id)
         protocol._finished_count += 1
 
 
-def _load_group(protocol: StalenessProtocol, group_id: int, members: list[list[int]]) -> Group:
-    group = Group()
-    group.id = group_id
-    group.version = members[0][1]
-    group.reserved = group.running = 0
-    group.versions = None
+def _load_group(protocol: StalenessProtocol, members: list[list[int]]) -> Group:
+    group = Group((0, 0), members[0][1], 0, protocol.group_size)
     for member, version, _ in members:
         group.add(member, protocol._bits[member], version)
     group.running ^= sum(protocol._bits[member] for member, _, finished in members if finished)
@@ -95,23 +91,32 @@ def _load_counters(protocol: StalenessProtocol, counters: dict[str, dict[str, An
     protocol._reserved_trajectories = trajectories["reserved"]
     protocol._consumed_trajectories = trajectories["consumed"]
     protocol._released_trajectories = Counter(trajectories["released"])
-    if groups["outstanding"] != len(protocol._groups):
-        raise ValueError(f"{groups['outstanding']} groups outstanding by count, {len(protocol._groups)} in the list")
 
 
 def check(protocol: StalenessProtocol) -> None:
     """See StalenessProtocol.check."""
-    _check_groups(protocol)
-    _check_classes(protocol)
-    _check_conservation(protocol)
+    groups = {i: group for i in protocol.outstanding() if (group := protocol._find(i))}
+    _check_usual(protocol)
+    _check_groups(protocol, groups)
+    _check_classes(protocol, groups)
+    _check_conservation(protocol, groups)
 
 
-def _check_groups(protocol: StalenessProtocol) -> None:
-    for group_id, group in protocol._groups.items():
+def _check_usual(protocol: StalenessProtocol) -> None:
+    usual = protocol._usual
+    sizes = {usual.end - usual.base, len(usual.versions), len(usual.reserved), len(usual.running)}
+    _expect(len(sizes) == 1, "exactly once", "the lists of usual groups have different lengths")
+    unseen = [usual.base + i for i, run in enumerate(usual.running) if run and usual.versions[i] is NO_GROUP]
+    _expect(not unseen, "exactly once", f"groups run that are not outstanding: {unseen}")
+    twice = [i for i, _, _ in usual.rows() if i in protocol._groups]
+    _expect(not twice, "exactly once", f"groups are filed twice: {twice}")
+
+
+def _check_groups(protocol: StalenessProtocol, groups: dict[int, Group]) -> None:
+    used = protocol._used_ids()
+    for group_id, group in groups.items():
         where = f"group {group_id} at version {protocol.version}"
-        _expect(group.id == group_id, "exactly once", f"{where} is filed under another id")
-        _expect(group_id in protocol._used, "exactly once", f"{where} is outstanding but its id is not marked as used")
-        _expect(protocol._near.find(group_id) in (None, group), "exactly once", f"the short cut leads past {where}")
+        _expect(group_id in used, "exactly once", f"{where} is outstanding but its id is not marked as used")
         _expect(group.reserved > 0, "conservation", f"{where} has no member")
         _expect(group.running & ~group.reserved == 0, "conservation", f"{where} has running members without a place")
         _expect(group.reserved < 1 << len(protocol._bits), "conservation", f"{where} has more members than allowed")
@@ -122,16 +127,16 @@ def _check_groups(protocol: StalenessProtocol) -> None:
         _expect(0 <= protocol._class_of(group) <= protocol.eta, "bound", f"{where} has version {group.version}")
 
 
-def _check_classes(protocol: StalenessProtocol) -> None:
+def _check_classes(protocol: StalenessProtocol, groups: dict[int, Group]) -> None:
     places = protocol.batch_groups + protocol.spare_groups
     listed = [i for ids in protocol._finished for i in ids]
-    complete = {i for i, group in protocol._groups.items() if not group.missing}
+    complete = {i for i, group in groups.items() if not group.missing}
     _expect(len(listed) == len(complete) == protocol._finished_count, "exactly once", "finished groups are miscounted")
     _expect(set(listed) == complete, "exactly once", "the list of finished groups is not that of complete groups")
     for place, ids in enumerate(protocol._finished):
-        right = all(protocol._class_of(protocol._groups[i]) == place for i in ids)
+        right = all(protocol._class_of(groups[i]) == place for i in ids)
         _expect(right, "bound", f"a finished group is filed under the wrong deadline {protocol.version + place}")
-    due = Counter(protocol._class_of(group) for group in protocol._groups.values())
+    due = Counter(protocol._class_of(group) for group in groups.values())
     outstanding = 0
     for place in range(protocol.eta + 1):
         outstanding += due[place]
@@ -141,14 +146,17 @@ def _check_classes(protocol: StalenessProtocol) -> None:
         _expect(room == protocol._slack[place], "feasibility", f"{what}, but the slack says {protocol._slack[place]}")
 
 
-def _check_conservation(protocol: StalenessProtocol) -> None:
-    trajectories = sum(group.reserved.bit_count() for group in protocol._groups.values())
+def _check_conservation(protocol: StalenessProtocol, groups: dict[int, Group]) -> None:
+    trajectories = sum(group.reserved.bit_count() for group in groups.values())
     counted = protocol.counters()
+    _expect(len(groups) == counted["groups"]["outstanding"], "conservation", f"{len(groups)} groups run: {counted}")
     _expect(trajectories == counted["trajectories"]["outstanding"], "conservation", f"{trajectories} run: {counted}")
     for unit, count in counted.items():
         ended = count["consumed"] + sum(count["released"].values())
         _expect(count["reserved"] == count["outstanding"] + ended, "conservation", f"{unit} do not add up: {count}")
-    _expect(protocol._used.count() == protocol._reserved_groups, "exactly once", f"ids used and reserved: {counted}")
+    _expect(
+        protocol._used_ids().count() == protocol._reserved_groups, "exactly once", f"ids used and reserved: {counted}"
+    )
 
 
 def _expect(holds: bool, invariant: str, what: str) -> None:
