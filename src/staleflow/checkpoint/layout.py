@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.observe.metrics import replace_text
+from staleflow.protocol.journal import sync_folder
 
 FORMAT = 1
 MARKER = "complete.json"
@@ -186,14 +187,6 @@ def link(source: Path, folder: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as copied:
             os.fsync(copied.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ from staleflow.config import Config
 from staleflow.coordination.ledger import Ledger, load_ledger, make_ledger
 from staleflow.protocol import StalenessProtocol
 from staleflow.protocol.errors import JournalError
-from staleflow.protocol.journal import Journal, read
+from staleflow.protocol.journal import Journal, read, sync_folder
 from staleflow.protocol.records import Contents, operations_after
 from staleflow.protocol.recovery import reconcile, recover
 from staleflow.trajectories.schema import Finish, Trajectory, decode, encode, group_and_member, trajectory_id
@@ -323,7 +323,7 @@ def _write_survivors(config: Config, attempt: int, kept: Mapping[int, Kept], spo
                 writer.write(_survivor(tid, one, spooled), {group_and_member(tid)[0]})
         writer.close_segment()
     folder.mkdir(parents=True, exist_ok=True)
-    layout.sync_folder(folder)
+    sync_folder(folder)
 
 
 def _survivor(tid: int, one: Kept, spooled: _Spooled) -> list[bytes]:

@@ -240,7 +240,7 @@ def _write_new(path: Path, run_id: str, base: dict[str, Any], operations: list[O
         _write_all(file, header + frame)
         os.fsync(file)
         draft.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         os.close(file)
         raise
@@ -253,7 +253,8 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Make what was created, renamed or removed in a folder durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
