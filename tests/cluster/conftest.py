@@ -11,29 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.small import CONFIG
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mpirun lies beside the interpreter
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
-
-CONFIG = """
-[run]
-name = "job"
-steps = 4
-[model]
-path = "models/tiny"
-[data]
-train = [{ path = "data/train.jsonl" }]
-max_prompt_tokens = 64
-[staleness]
-eta = 2
-batch_groups = 4
-group_size = 4
-[rollout]
-instances = 3
-max_tokens = 64
-max_model_len = 128
-"""
 
 
 def pytest_collection_modifyitems(config, items):
@@ -129,7 +112,7 @@ def healthy(cluster):
 def submit(cluster, tmp_path):
     """submit(script, *flags): `staleflow submit` of a probe job on ctl; returns (job number, run directory)."""
     (tmp_path / "job.toml").write_text(CONFIG)
-    run_dir = tmp_path / "runs" / "job"
+    run_dir = tmp_path / "runs" / "two-nodes"
 
     def call(script: dict, *flags: str) -> tuple[str, Path]:
         run_dir.mkdir(parents=True)
