@@ -1,7 +1,9 @@
 """`staleflow bench weights`: the parameter plane against its limits and against how peers move weights.
 
-    push     from the staged shard to the version in the slot, one trainer and one relay over Gloo
-             limit: one Gloo broadcast of the same bytes in one call; peer: one broadcast per parameter
+    push     from the staged shard (the return of `snapshot`) to the version in the slot, one trainer and one relay over
+             Gloo. What the push got done while the snapshot was being copied does not count there, so the same with
+             the snapshot is reported too, as `snapshot_and_push`
+             limit: one Gloo broadcast of the same bytes in one call (and, before it, a copy); peer: one per parameter
     pull     from the slot into an engine's parameters, 1, 2 and 4 readers at once (GB/s of one reader)
              limit: one memory copy of the image, with as many others copying
     delta    bytes and seconds at given shares of changed values, and on consecutive versions of a real model
@@ -30,6 +32,7 @@ LINK_BYTES_S = 250e6
 SHARES = [0.001, 0.01, 0.1]
 BUCKET_BYTES = 64 << 20
 RANK_TIMEOUT_S = 900
+LIMITS = {"push": "raw_broadcast", "snapshot_and_push": "copy_and_raw_broadcast", "pull": "copy"}
 
 
 def run(args: list[str]) -> dict[str, Any]:
@@ -44,12 +47,8 @@ def run(args: list[str]) -> dict[str, Any]:
     return {
         "bench": "weights",
         "unit": "GB/s",
-        "ours": {f"{kind}_{size}": found[kind] for size, found in sizes.items() for kind in ("push", "pull")},
-        "limit": {
-            f"{kind}_{size}": found[limit]
-            for size, found in sizes.items()
-            for kind, limit in (("push", "raw_broadcast"), ("pull", "copy"))
-        },
+        "ours": {f"{kind}_{size}": found[kind] for size, found in sizes.items() for kind in LIMITS},
+        "limit": {f"{kind}_{size}": found[limit] for size, found in sizes.items() for kind, limit in LIMITS.items()},
         "peers": {f"per_parameter_broadcast_{size}": found["per_parameter"] for size, found in sizes.items()},
         "share_of_limit": {size: found["share_of_limit"] for size, found in sizes.items()},
         "cpu_s_per_GB": {size: found["cpu_s_per_GB"] for size, found in sizes.items()},
@@ -117,18 +116,23 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
     gb = _image_bytes(setup) / 1e9
     full = [push for push in host["pushes"] if push["mode"] == "full"]
     raw_s, each_s = (min(wall for wall, _ in host[kind]) for kind in ("raw", "per_parameter"))
-    push_s = min(p["push_s"] for p in full)
+    push_s, both_s = (min(p[kind] for p in full) for kind in ("push_s", "end_to_end_s"))
+    copy_s = min(wall for wall, _ in trainer["copy"])
     copies, pulls = ({f"{n}_readers": found[kind] for n, found in reads.items()} for kind in ("copy", "pull"))
-    cpu = {kind: min(a[1] + b[1] for a, b in zip(trainer[kind], host[kind], strict=True)) for kind in trainer}
-    cpu["push"] = min(p["trainer_cpu_s"] + p["relay_cpu_s"] for p in full)
+    kinds = ("raw", "per_parameter")
+    cpu = {kind: min(a[1] + b[1] for a, b in zip(trainer[kind], host[kind], strict=True)) for kind in kinds}
+    cpu["snapshot_and_push"] = min(p["trainer_cpu_s"] + p["relay_cpu_s"] for p in full)
     cpu |= {"copy_1_reader": copies["1_readers"][1], "pull_1_reader": pulls["1_readers"][1]}
     return {
         "push": gb / push_s,
+        "snapshot_and_push": gb / both_s,
         "raw_broadcast": gb / raw_s,
+        "copy_and_raw_broadcast": gb / (copy_s + raw_s),
         "per_parameter": gb / each_s,
         "pull": {n: gb / wall for n, (wall, _) in pulls.items()},
         "copy": {n: gb / wall for n, (wall, _) in copies.items()},
-        "share_of_limit": {"push": raw_s / push_s} | {f"pull_{n}": copies[n][0] / pulls[n][0] for n in pulls},
+        "share_of_limit": {"push": raw_s / push_s, "snapshot_and_push": (copy_s + raw_s) / both_s}
+        | {f"pull_{n}": copies[n][0] / pulls[n][0] for n in pulls},
         "cpu_s_per_GB": {kind: seconds / gb for kind, seconds in cpu.items()},
         "delta": _by_share(host["pushes"], _image_bytes(setup)),
     }

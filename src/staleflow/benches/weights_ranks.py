@@ -78,7 +78,7 @@ class Meeting:
 def trainer(setup: Setup) -> None:
     meeting = Meeting(setup, TRAINER)
     weights = random_weights(setup.manifest)
-    results: dict[str, Any] = {"raw": [], "per_parameter": []}
+    results: dict[str, Any] = {"raw": [], "per_parameter": [], "copy": []}
     if setup.limits:
         _measure_limits(setup, meeting, [weights.flat.numpy()], results)
     _publish(setup, meeting, weights, "full", [1.0] * setup.repeats)
@@ -88,10 +88,16 @@ def trainer(setup: Setup) -> None:
 
 
 def _measure_limits(setup: Setup, meeting: Meeting, images: list[np.ndarray], results: dict[str, Any]) -> None:
-    """Both ends: the image in one broadcast, then one broadcast per parameter; from and into the memory of a push."""
+    """Both ends: the image in one broadcast, then one broadcast per parameter; from and into the memory of a push.
+
+    The trainer also copies the image once more, as a snapshot does, without anything else going on.
+    """
     raw = meeting.group("raw")
+    staging = torch.empty(setup.manifest.nbytes, dtype=torch.uint8)
     for turn in range(setup.repeats):
         memory = images[turn % len(images)]
+        if meeting.rank == TRAINER:
+            results["copy"].append(seconds(partial(staging.copy_, torch.from_numpy(memory))))
         meeting.barrier()
         results["raw"].append(seconds(partial(_broadcast_whole, raw, memory)))
         meeting.barrier()
@@ -107,10 +113,14 @@ def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares
         if share < 1:
             weights.change(share, version)
         meeting.barrier()
-        begin, sent = time.monotonic(), publisher.stats.sent_bytes
+        begin, cpu, sent = time.monotonic(), time.process_time(), publisher.stats.sent_bytes
         publisher.snapshot(version)
-        _, cpu_s = seconds(lambda: publisher.wait_free(TIMEOUT.total_seconds()))
-        told = {"begin": begin, "bytes": publisher.stats.sent_bytes - sent, "share": share, "trainer_cpu_s": cpu_s}
+        staged = time.monotonic()
+        publisher.wait_free(TIMEOUT.total_seconds())
+        told = {
+            "begin": begin, "staged": staged, "bytes": publisher.stats.sent_bytes - sent, "share": share,
+            "trainer_cpu_s": time.process_time() - cpu,
+        }  # fmt: skip
         meeting.store.set(f"{mode} {version}", json.dumps(told))
     publisher.close()
 
@@ -154,19 +164,20 @@ def host(setup: Setup) -> None:
 def _store_versions(
     setup: Setup, meeting: Meeting, store: NodeStore, mode: str, count: int, out: list[dict[str, Any]]
 ) -> None:
-    stored: queue.Queue[tuple[float, float]] = queue.Queue()
+    stored: queue.Queue[float] = queue.Queue()
     relay = Relay(
         meeting.group(mode), setup.manifest, store,
-        lambda version, took: stored.put((time.monotonic(), took)), timeout_s=TIMEOUT.total_seconds(),
+        lambda version, took: stored.put(time.monotonic()), timeout_s=TIMEOUT.total_seconds(),
         on_error=lambda error: os._exit(1),
     )  # fmt: skip
     for version in range(count):
         meeting.barrier()
         cpu = time.process_time()
-        at, took = stored.get(timeout=TIMEOUT.total_seconds())
+        at = stored.get(timeout=TIMEOUT.total_seconds())
         cpu_s = time.process_time() - cpu
         told = json.loads(meeting.store.get(f"{mode} {version}"))
-        out.append({"mode": mode, "push_s": took, "end_to_end_s": at - told["begin"], "relay_cpu_s": cpu_s, **told})
+        times = {"push_s": at - told["staged"], "end_to_end_s": at - told["begin"]}
+        out.append({"mode": mode, **times, "relay_cpu_s": cpu_s, **told})
     relay.ended.wait(TIMEOUT.total_seconds())
     relay.close()
 

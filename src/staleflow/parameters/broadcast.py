@@ -1,6 +1,6 @@
 """Transport `broadcast`, the trainer rank's end: pieces of the own shard down the chain of relays.
 
-What `landing` says of the order of headers and payloads is said from the other end.
+What `landing` says of the order of headers, payloads and checksums is said from the other end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ import torch
 from staleflow.parameters.checksum import piece_sum
 from staleflow.parameters.layout import Piece, Rows
 from staleflow.parameters.manifest import Manifest
-from staleflow.parameters.rounds import Chain, Course, Header, Kind, Round, decide, end_row, handshake, trainer_row
+from staleflow.parameters.rounds import (
+    Chain,
+    Course,
+    Header,
+    Kind,
+    Round,
+    decide,
+    end_row,
+    handshake,
+    header_tag,
+    payload_tag,
+    trainer_row,
+)
 from staleflow.parameters.staging import Staging
 from staleflow.parameters.transports import Sent
 from staleflow.parameters.wire import Message, PeerLostError, Wire
@@ -26,8 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Bytes = npt.NDArray[np.uint8]
-IN_FLIGHT = 16  # pieces; on the CPU they are views of the staging buffer
-IN_FLIGHT_CUDA = 3  # each lies in a pinned buffer meanwhile
+# Messages under way at a time. On the CPU whole pieces are views of the staging buffer; deltas are short, and a relay
+# that is held up for a moment should not hold up who encodes them.
+IN_FLIGHT, IN_FLIGHT_DELTAS = 8, 32
+PINNED = 3  # from a GPU: pieces that lie in a pinned buffer meanwhile
 
 
 class Broadcast:
@@ -54,6 +68,7 @@ class Broadcast:
         self._staging: Staging | None = None
         self._previous = Previous() if delta else None
         self._flying: deque[Message] = deque()
+        self._limit = IN_FLIGHT
 
     def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
         self._staging = staging
@@ -85,21 +100,29 @@ class Broadcast:
 
     def _send(self, pieces: Sequence[tuple[int, Piece]], round_: Round) -> int:
         """All pieces in order; returns the bytes sent."""
-        sent = self._send_whole(pieces) if round_.base is None else self._send_deltas(pieces)
+        assert self._staging is not None
+        whole = round_.base is None
+        if self._staging.device.type == "cuda":
+            self._limit = PINNED if whole else 2 * PINNED
+        else:
+            self._limit = IN_FLIGHT if whole else IN_FLIGHT_DELTAS
+        sent = self._send_whole(pieces) if whole else self._send_deltas(pieces)
         while self._flying:
             self.wire.wait(self._flying.popleft())
         return sent
 
     def _send_whole(self, pieces: Sequence[tuple[int, Piece]]) -> int:
-        """P0 H0 P1 H1 …: a piece is summed while it travels."""
-        assert self._staging is not None
-        sent = 0
-        for place, piece in pieces:
+        """P0 P1 P2 …, then the checksums of all: a piece is summed while it travels."""
+        assert self._staging is not None and self._course is not None
+        sent, sums = 0, np.zeros(len(pieces), np.uint64)
+        for k, (place, piece) in enumerate(pieces):
             content = self._staging.read(piece)
             sent += self._put_payload(place, content)
             if self._previous:
                 self._previous.replace(self._staging, piece, encode=False)
-            self._put(Header(Kind.FULL, content.nbytes, piece_sum(content, piece)).pack(), 2 * place)
+            sums[k] = piece_sum(content, piece)
+        if pieces:
+            self._put(sums.view(np.uint8), self._course.sums_tag(self._number))
         return sent
 
     def _send_deltas(self, pieces: Sequence[tuple[int, Piece]]) -> int:
@@ -108,7 +131,7 @@ class Broadcast:
         sent = 0
         for k, (place, piece) in enumerate(pieces):
             header, payload = self._encode(piece)
-            self._put(header.pack(), 2 * place)
+            self._put(header.pack(), header_tag(place))
             ahead.append((place, payload))
             if k != 1:  # the first at once
                 sent += self._put_payload(*ahead.popleft())
@@ -118,15 +141,13 @@ class Broadcast:
 
     def _put_payload(self, place: int, payload: Bytes) -> int:
         if payload.nbytes:
-            self._put(payload, 2 * place + 1)
+            self._put(payload, payload_tag(place))
         return payload.nbytes
 
     def _put(self, data: Bytes, tag: int) -> None:
         """Begin to send; wait for the oldest message when many are on their way."""
         self._flying.append(self.wire.send(data, self.chain.relays[0], tag))
-        assert self._staging is not None
-        limit = IN_FLIGHT_CUDA if self._staging.device.type == "cuda" else IN_FLIGHT
-        while len(self._flying) > 2 * limit:
+        while len(self._flying) > self._limit:
             self.wire.wait(self._flying.popleft())
 
     def _encode(self, piece: Piece) -> tuple[Header, Bytes]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from staleflow.parameters.checksum import MASK, piece_sum
 from staleflow.parameters.layout import Piece
-from staleflow.parameters.rounds import Chain, Course, Header, Kind
+from staleflow.parameters.rounds import Chain, Course, Header, Kind, header_tag, payload_tag
 from staleflow.parameters.store import Slot
 from staleflow.parameters.wire import Message, Wire
 
@@ -48,8 +48,8 @@ class _Arrival:
     place: int
     trainer: int
     piece: Piece
-    header_data: Bytes
-    header_message: Message
+    header_data: Bytes | None = None  # in a round of deltas
+    header_message: Message | None = None
     header: Header | None = None
     data: Bytes | None = None
     payload_message: Message | None = None
@@ -58,8 +58,9 @@ class _Arrival:
 class Landing:
     """Receives one version into `slot`; `whole` when the round has no deltas; `kept` are the deltas of the last push.
 
-    Without deltas all sizes are known, so payloads are posted well ahead and stream by themselves, and a header, which
-    then only carries the checksum, follows its payload. With deltas it goes before, and says how long the payload is.
+    Without deltas all sizes are known, so payloads are posted well ahead and stream by themselves, and the checksums
+    come last, one message from each trainer. With deltas a header goes before each payload and says how long it is.
+    Either way the slot is complete only when every piece has been compared with its trainer's checksum.
     """
 
     def __init__(self, wire: Wire, chain: Chain, course: Course, slot: Slot, kept: Deltas, *, whole: bool) -> None:
@@ -68,11 +69,13 @@ class Landing:
         self._next = chain.after(wire.rank)
         self._forwarded: deque[tuple[Message, Bytes]] = deque()  # data is held until it has been sent
         self._kept_lead = kept.lead(slot)
+        self._sums: dict[int, int] = {}  # of the landed pieces, by place, until their trainer's have arrived
         self.payloads: dict[int, Bytes] = {}
 
     def run(self) -> None:
         """Receive pieces while the one before is stored and passed on. Raises PeerLostError, CorruptPieceError."""
         count = len(self._course.steps)
+        promised = self._expect_sums() if self._whole else {}
         window = deque(self._expect(place) for place in range(min(AHEAD, count)))
         previous: _Arrival | None = None
         for place in range(count):
@@ -85,6 +88,8 @@ class Landing:
                 window.append(self._expect(place + AHEAD))
         if previous is not None:
             self._finish(previous)
+        for trainer, (data, message) in promised.items():
+            self._compare(trainer, data, message)
         while self._forwarded:
             self._wire.wait(self._forwarded.popleft()[0])
 
@@ -93,38 +98,61 @@ class Landing:
 
     def _expect(self, place: int) -> _Arrival:
         trainer, piece = self._course.steps[place]
-        data = np.empty(Header.NBYTES, np.uint8)
-        arrival = _Arrival(place, trainer, piece, data, self._wire.receive(data, self._source(place), 2 * place))
+        arrival = _Arrival(place, trainer, piece)
         if self._whole:
             self._post_payload(arrival, piece.nbytes, lands=piece.direct)
+        else:
+            arrival.header_data = np.empty(Header.NBYTES, np.uint8)
+            arrival.header_message = self._wire.receive(arrival.header_data, self._source(place), header_tag(place))
         return arrival
 
-    def _read_header(self, arrival: _Arrival) -> Header:
-        """Wait for it, pass it on, and post a buffer for the payload if that could not be done before."""
+    def _expect_sums(self) -> dict[int, tuple[Bytes, Message]]:
+        """Post the last message of each trainer that has pieces, by its number."""
+        promised = {}
+        for trainer in range(len(self._chain.trainers)):
+            if mine := self._course.mine(trainer):
+                data = np.empty(8 * len(mine), np.uint8)
+                source = self._chain.before(self._wire.rank, trainer)
+                promised[trainer] = data, self._wire.receive(data, source, self._course.sums_tag(trainer))
+        return promised
+
+    def _compare(self, trainer: int, data: Bytes, message: Message) -> None:
+        """Wait for a trainer's checksums, pass them on, and compare them with those of what has landed."""
+        self._wire.wait(message)
+        self._forward(data, self._course.sums_tag(trainer))
+        for (place, _), wanted in zip(self._course.mine(trainer), data.view(np.uint64), strict=True):
+            self._require(trainer, place, self._sums[place], int(wanted))
+
+    def _require(self, trainer: int, place: int, found: int, wanted: int) -> None:
+        if found != wanted:
+            sender = self._wire.names[self._chain.trainers[trainer]]
+            raise CorruptPieceError(f"piece {place} of {sender} arrived damaged (checksum {found:#x})")
+
+    def _read_header(self, arrival: _Arrival) -> None:
+        """Wait for it, pass it on, and post a buffer for the payload."""
+        assert arrival.header_message is not None and arrival.header_data is not None
         self._wire.wait(arrival.header_message)
-        self._forward(arrival.header_data, 2 * arrival.place)
+        self._forward(arrival.header_data, header_tag(arrival.place))
         header = arrival.header = Header.unpack(arrival.header_data)
-        if arrival.data is None:
-            self._post_payload(arrival, header.nbytes, lands=header.kind is Kind.FULL and arrival.piece.direct)
-        return header
+        self._post_payload(arrival, header.nbytes, lands=header.kind is Kind.FULL and arrival.piece.direct)
 
     def _post_payload(self, arrival: _Arrival, nbytes: int, *, lands: bool) -> None:
         arrival.data = self._in_slot(arrival.piece) if lands else np.empty(nbytes, np.uint8)
         if nbytes:
             source = self._source(arrival.place)
-            arrival.payload_message = self._wire.receive(arrival.data, source, 2 * arrival.place + 1)
+            arrival.payload_message = self._wire.receive(arrival.data, source, payload_tag(arrival.place))
 
     def _finish(self, arrival: _Arrival) -> None:
         assert arrival.data is not None
         if arrival.payload_message is not None:
             self._wire.wait(arrival.payload_message)
-            self._forward(arrival.data, 2 * arrival.place + 1)
+            self._forward(arrival.data, payload_tag(arrival.place))
         kind = arrival.header.kind if arrival.header else Kind.FULL
         checksum = piece_sum(self._land(arrival, arrival.data, kind), arrival.piece)
-        header = arrival.header or self._read_header(arrival)
-        if checksum != header.checksum:
-            sender = self._wire.names[self._chain.trainers[arrival.trainer]]
-            raise CorruptPieceError(f"piece {arrival.place} of {sender} arrived damaged (checksum {checksum:#x})")
+        if arrival.header:
+            self._require(arrival.trainer, arrival.place, checksum, arrival.header.checksum)
+        else:
+            self._sums[arrival.place] = checksum
         self._slot.checksum = (self._slot.checksum + checksum) & MASK
 
     def _land(self, arrival: _Arrival, data: Bytes, kind: Kind) -> Bytes:

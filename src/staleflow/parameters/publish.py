@@ -1,6 +1,6 @@
 """The trainer rank's publisher: `snapshot` after each optimizer step; a background thread does the rest (paper §4).
 
-consumes      snapshots of the own shard, at most one at a time
+consumes      snapshots of the own shard, at most one at a time, each from when its copying begins
 waits for     (thread) a snapshot; then the other trainer ranks' publishers and all relays to be ready; then the link
 unblocked by  `snapshot` / `close`; relays are ready whenever they are not receiving
 produces      the version, in every relay's store
@@ -9,8 +9,10 @@ Why this cannot deadlock. The thread uses only its own group, and is the only on
 of the trainers' other collectives (which stay on the main threads) matters to it. The main thread waits for the thread
 only in `snapshot` and `close`, for a buffer that becomes free when a push ends; a push needs the same push of the
 other trainer ranks, which they have already snapshot or will after a step that needs nothing from the publishers, and
-relays, which wait for nobody. Readers are never waited for. So η = 0 (rollout waits for the version, the trainer for
-rollouts) and the last step (nobody waits for its version) are no special cases: the version arrives by itself.
+relays, which wait for nobody. A push that has begun waits for the rest of the snapshot under way, whose copies wait
+for nothing (and which says so when it fails). Readers are never waited for. So η = 0 (rollout waits for the version,
+the trainer for rollouts) and the last step (nobody waits for its version) are no special cases: the version arrives by
+itself.
 
 Transport `direct` has no store, and a push waits for all instances to take the version. They are told to when it has
 been snapshot, and never wait for a trainer's main thread: an instance obeys between two of its own steps, and in the
@@ -52,7 +54,7 @@ class PublishError(RuntimeError):
 class PublishStats:
     """Sums since the start. `blocked_s`: time the trainer's main thread waited for the buffer; the rest overlapped.
 
-    `last_s` is what the last push took.
+    A push (`publish_s`; `last_s` is the last one) counts from when all are ready, so most of the snapshot is in it.
     """
 
     versions: int = 0
@@ -148,15 +150,17 @@ class Publisher:
 
         Call it after the optimizer step, on all trainer ranks, and once at the start with the version of the
         checkpoint. Waits until the previous version has left the buffer. No collective. Raises PublishError.
+        The thread is told first: what has been staged is on its way while the rest is copied.
         """
         self.wait_free(timeout_s)
         begin = time.monotonic()
-        self._staging.snapshot()
-        self.stats.snapshot_s += time.monotonic() - begin
+        self._staging.begin()
         self._staged = version
         with self._state.changed:
             self._state.version = version
             self._state.changed.notify_all()
+        self._staging.snapshot()
+        self.stats.snapshot_s += time.monotonic() - begin
 
     def wait_free(self, timeout_s: float) -> None:
         """Until the buffer is free: all that was snapshot is published. Raises PublishError, or TimeoutError."""
@@ -213,7 +217,6 @@ class Publisher:
             return state.version
 
     def _publish(self, version: int) -> None:
-        self._staging.ready()
         sent = self._transport.push(version, fresh=self._fresh)
         self._fresh = False
         self.stats.versions += 1

@@ -3,8 +3,10 @@
 handshake, once      every member says its manifest's digest and, trainers, how they cut the model; each trainer's
                      rows are then broadcast. Relays refuse to start unless the rows make up the whole model.
 round, per version   agreement: trainers say (PUSH, version), relays (READY, the version they hold). Everybody decides
-                     the same from the same rows. Then, piece by piece in the order of `layout.schedule`, a header and
-                     a payload run down the chain: trainer -> first relay -> second relay -> …
+                     the same from the same rows. Then the pieces, in the order of `layout.schedule`, run down the
+                     chain: trainer -> first relay -> second relay -> …  In a round of whole pieces each is one message,
+                     and one last message of each trainer carries the checksums of all its pieces; in a round of deltas
+                     each has a header, with its length and checksum, and a payload unless that is empty.
 end                  trainers say END in an agreement.
 
 A chain, not a tree: with pieces under way on every link at once each link carries the model once, and the trainer's
@@ -44,7 +46,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """Precedes a piece's payload. `checksum`: the piece's content summed where it lies in the image."""
+    """Precedes a payload in a round of deltas. `checksum`: the piece's content summed where it lies in the image."""
 
     kind: Kind
     nbytes: int
@@ -96,6 +98,18 @@ class Course:
     def mine(self, trainer: int) -> list[tuple[int, Piece]]:
         """(place in the order, piece) of one trainer."""
         return [(place, piece) for place, (t, piece) in enumerate(self.steps) if t == trainer]
+
+    def sums_tag(self, trainer: int) -> int:
+        """Tag of the message with the checksums of trainer number `trainer` (uint64, one a piece, in order)."""
+        return 2 * len(self.steps) + trainer
+
+
+def header_tag(place: int) -> int:
+    return 2 * place
+
+
+def payload_tag(place: int) -> int:
+    return 2 * place + 1
 
 
 def handshake(wire: Wire, chain: Chain, manifest: Manifest, rows: Sequence[Rows] | None, bucket_bytes: int) -> Course:

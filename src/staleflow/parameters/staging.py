@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -36,7 +37,11 @@ def own_rows(index: int, tensor: torch.Tensor, trainer: int) -> Rows:
 
 
 class Staging:
-    """Buffer of one shard. `snapshot` fills it; `read` gives bytes of it in host memory."""
+    """Buffer of one shard. `begin` and `snapshot` (main thread) fill it, in the order of the image.
+
+    `read` and `tensors` (publisher's thread) wait for what has not been filled yet: a push follows close behind the
+    snapshot.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, trainer: int) -> None:
         tensors = dict(parameters)
@@ -51,13 +56,18 @@ class Staging:
         self.device = _local(next(iter(tensors.values()))).device
         self.data = torch.zeros(self.shard.nbytes, dtype=torch.uint8, device=self.device)
         self._pairs = [
-            (tensors[manifest.entries[part.entry].name], self._part(manifest, part, offset))
+            (tensors[manifest.entries[part.entry].name], self._part(manifest, part, offset), offset)
             for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True)
         ]
         self._done: torch.cuda.Event | None = None
+        self._moved = threading.Condition()
+        self._filled = 0  # bytes from the begin that hold the version; under `_moved`, like the next two
+        self._awaited = 0  # bytes that `read` waits for
+        self._failed = False
 
     def tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, the rows staged here), in host memory."""
+        """(name, the rows staged here), in host memory. Errors as in `read`."""
+        self._await(self.shard.nbytes)
         for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True):
             yield manifest.entries[part.entry].name, self._part(manifest, part, offset).cpu()
 
@@ -66,22 +76,52 @@ class Staging:
         flat = self.data[offset : offset + part.count * entry.row_bytes].view(getattr(torch, entry.dtype))
         return flat.view(part.count, *entry.shape[1:]) if entry.shape else flat.view(())
 
+    def begin(self) -> None:
+        """Another version is about to be snapshot: whoever reads waits for it from now on."""
+        with self._moved:
+            self._filled, self._failed = 0, False
+
     @torch.no_grad()
     def snapshot(self) -> None:
         """Copy (and round) the rows this rank publishes. No collective; on the device's current stream."""
-        for tensor, part in self._pairs:
-            part.copy_(_local(tensor))
-        if self.device.type == "cuda":
-            self._done = torch.cuda.Event()
-            self._done.record()
+        try:
+            for tensor, part, offset in self._pairs:
+                self._advance(offset)
+                part.copy_(_local(tensor))
+            if self.device.type == "cuda":
+                self._done = torch.cuda.Event()
+                self._done.record()
+        except BaseException:
+            with self._moved:
+                self._failed = True
+                self._moved.notify_all()
+            raise
+        self._advance(self.shard.nbytes, complete=True)
 
-    def ready(self) -> None:
-        """Wait, in the publisher's thread, until the copies of `snapshot` have been made."""
+    def _advance(self, filled: int, *, complete: bool = False) -> None:
+        """All before `filled` is in the buffer. On a GPU only the whole counts: its copies have only been queued."""
+        if self.device.type == "cuda" and not complete:
+            return
+        with self._moved:
+            self._filled = filled
+            if filled >= self._awaited:
+                self._moved.notify_all()
+
+    def _await(self, filled: int) -> None:
+        with self._moved:
+            self._awaited = filled
+            self._moved.wait_for(lambda: self._filled >= filled or self._failed)
+            if self._failed:
+                raise RuntimeError("the snapshot failed half-way")
         if self._done is not None:
             self._done.synchronize()
 
     def read(self, piece: Piece) -> Bytes:
-        """The bytes of a piece in host memory: on the CPU a view, from a GPU a copy through pinned memory."""
+        """The bytes of a piece in host memory: on the CPU a view, from a GPU a copy through pinned memory.
+
+        Waits until they have been snapshot; RuntimeError when that failed.
+        """
+        self._await(piece.staging_bytes + piece.nbytes)
         data = self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
         if self.device.type != "cuda":
             return data.numpy()

@@ -69,6 +69,7 @@ class NodeStore:
         self._pinned: list[int] = []
         first = _images_at(manifest)
         self._images = [self._memory[at : at + manifest.nbytes] for at in (first, first + _stride(manifest))]
+        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}  # of the slots, made at the first use
 
     @classmethod
     def create(cls, name: str, manifest: Manifest) -> NodeStore:
@@ -122,6 +123,7 @@ class NodeStore:
         self._unpin()
         with contextlib.suppress(OSError):
             os.close(self._fd)
+        self._views.clear()
         self._images, self._memory = [], np.empty(0, np.uint8)
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -214,6 +216,13 @@ class NodeStore:
 
     # -- headers --------------------------------------------------------------------------------------------------
 
+    def _tensors(self, index: int) -> list[tuple[str, torch.Tensor]]:
+        """(name, view) of all tensors of a slot. Kept: making them anew costs a Pull of many small tensors time."""
+        if index not in self._views:
+            image = as_tensor(self._images[index])
+            self._views[index] = [(entry.name, image_part(image, entry)) for entry in self.manifest.entries]
+        return self._views[index]
+
     def _header(self, index: int) -> npt.NDArray[np.int64]:
         at = _SLOTS_AT + index * _SLOT_HEADER_BYTES
         return self._memory[at : at + 32].view(np.int64)
@@ -296,9 +305,7 @@ class Reading:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, CPU tensor) in the order of the manifest, each a view of the slot: copy it, never write to it."""
-        image = as_tensor(self.image())
-        for entry in self.store.manifest.entries:
-            yield entry.name, image_part(image, entry)
+        yield from self.store._tensors(self.index)
 
     def checksum_ok(self) -> bool:
         """Sum the image again and compare (one pass over memory): for tests, probes and suspicion."""

@@ -7,7 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -20,11 +20,13 @@ from staleflow.parameters import delta, landing
 from staleflow.parameters.direct import Direct, DirectSource
 from staleflow.parameters.file import File, FileSource, FileWatch
 from staleflow.parameters.landing import CorruptPieceError
+from staleflow.parameters.layout import pieces_of
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.publish import Publisher, PublishError
 from staleflow.parameters.pull import Puller, PullError
 from staleflow.parameters.relay import Relay
 from staleflow.parameters.rounds import Chain, decide, end_row, relay_row, trainer_row
+from staleflow.parameters.staging import Staging
 from staleflow.parameters.store import NodeStore
 
 SHAPES = [("embed", (40, 300)), ("bias", (5,)), ("scale", ()), ("head", (2000, 301))]
@@ -201,6 +203,34 @@ def test_the_snapshot_is_what_counts_not_what_the_optimizer_does_after() -> None
         engine = Collector()
         Puller(n.stores[0], engine).pull(0, 20)
         assert same(engine.weights, wanted)
+
+
+def test_a_piece_is_read_only_when_it_has_been_snapshot() -> None:
+    """The publisher's thread reads while the main thread still copies."""
+    staging = Staging(model().items(), MANIFEST, 0)
+    first, *_, last = pieces_of(staging.shard, BUCKET)
+    staging.begin()
+    for tensor, _, _ in staging._pairs:
+        tensor.fill_(3)
+    with ThreadPoolExecutor(2) as pool:
+        reads = [pool.submit(staging.read, piece) for piece in (last, first)]
+        assert wait(reads, timeout=0.1).done == set()
+        staging.snapshot()
+        words = [read.result(20).view(np.uint16) for read in reads]
+    three = torch.tensor(3, dtype=torch.bfloat16).view(torch.int16).item()
+    assert words[0][-1] == three and words[1][0] == three
+
+
+def test_a_snapshot_that_fails_half_way_is_never_served() -> None:
+    with net() as n:
+        n.publish(0)
+        n.weights["head"].resize_(7, 7)  # the optimizer's tensor has lost its shape: the last copy raises
+        with pytest.raises(RuntimeError, match="size"):
+            n.publisher.snapshot(1)
+        with pytest.raises(PublishError, match="snapshot failed half-way"):
+            n.publisher.wait_free(20)
+        assert n.relays[0].ended.wait(20)
+        assert n.stores[0].newest() == 0
 
 
 def test_a_late_reader_gets_the_current_version_by_the_same_path() -> None:
