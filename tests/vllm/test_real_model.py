@@ -32,6 +32,7 @@ SHORT = (
     "checkpoint.every_steps=2",
     "observe.tensorboard=false",
     "fault.start_timeout_s=1200",
+    "optimizer.lr=1e-6",  # Adam's first steps move every weight by the whole rate: at 2e-5 it forgets what it knew
 )
 
 
