@@ -2,7 +2,7 @@
 
     push     from the staged shard (the return of `snapshot`) to the version in the slot, one trainer and one relay over
              Gloo. What the push got done while the snapshot was being copied does not count there, so the same with
-             the snapshot is reported too, as `snapshot_and_push`
+             the snapshot is reported too, as `snapshot_and_push`, and `snapshot`, which is what training waits for
              limit: one Gloo broadcast of the same bytes in one call (and, before it, a copy); peer: one per parameter
     pull     from the slot into an engine's parameters, 1, 2 and 4 readers at once (GB/s of one reader)
              limit: one memory copy of the image, with as many others copying
@@ -32,7 +32,12 @@ LINK_BYTES_S = 250e6
 SHARES = [0.001, 0.01, 0.1]
 BUCKET_BYTES = 64 << 20
 RANK_TIMEOUT_S = 900
-LIMITS = {"push": "raw_broadcast", "snapshot_and_push": "copy_and_raw_broadcast", "pull": "copy"}
+LIMITS = {
+    "push": "raw_broadcast",
+    "snapshot_and_push": "copy_and_raw_broadcast",
+    "snapshot": "snapshot_copy",
+    "pull": "copy",
+}
 
 
 def run(args: list[str]) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
     full = [push for push in host["pushes"] if push["mode"] == "full"]
     raw_s, each_s = (min(wall for wall, _ in host[kind]) for kind in ("raw", "per_parameter"))
     push_s, both_s = (min(p[kind] for p in full) for kind in ("push_s", "end_to_end_s"))
-    copy_s = min(wall for wall, _ in trainer["copy"])
+    snapshot_s, copy_s = min(p["staged"] - p["begin"] for p in full), min(wall for wall, _ in trainer["copy"])
     copies, pulls = ({f"{n}_readers": found[kind] for n, found in reads.items()} for kind in ("copy", "pull"))
     kinds = ("raw", "per_parameter")
     cpu = {kind: min(a[1] + b[1] for a, b in zip(trainer[kind], host[kind], strict=True)) for kind in kinds}
@@ -128,10 +133,16 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
         "snapshot_and_push": gb / both_s,
         "raw_broadcast": gb / raw_s,
         "copy_and_raw_broadcast": gb / (copy_s + raw_s),
+        "snapshot": gb / snapshot_s,
+        "snapshot_copy": gb / copy_s,
         "per_parameter": gb / each_s,
         "pull": {n: gb / wall for n, (wall, _) in pulls.items()},
         "copy": {n: gb / wall for n, (wall, _) in copies.items()},
-        "share_of_limit": {"push": raw_s / push_s, "snapshot_and_push": (copy_s + raw_s) / both_s}
+        "share_of_limit": {
+            "push": raw_s / push_s,
+            "snapshot_and_push": (copy_s + raw_s) / both_s,
+            "snapshot": copy_s / snapshot_s,
+        }
         | {f"pull_{n}": copies[n][0] / pulls[n][0] for n in pulls},
         "cpu_s_per_GB": {kind: seconds / gb for kind, seconds in cpu.items()},
         "delta": _by_share(host["pushes"], _image_bytes(setup)),

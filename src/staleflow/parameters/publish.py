@@ -150,7 +150,7 @@ class Publisher:
 
         Call it after the optimizer step, on all trainer ranks, and once at the start with the version of the
         checkpoint. Waits until the previous version has left the buffer. No collective. Raises PublishError.
-        The thread is told first: what has been staged is on its way while the rest is copied.
+        The thread is told first: what has been staged is summed, or encoded and sent, while the rest is copied.
         """
         self.wait_free(timeout_s)
         begin = time.monotonic()
