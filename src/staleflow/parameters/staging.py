@@ -16,6 +16,7 @@ from staleflow.parameters.layout import Piece, Rows, Shard, shard_of
 from staleflow.parameters.manifest import Manifest
 
 Bytes = npt.NDArray[np.uint8]
+COPY_LIMIT_S = 600.0
 
 
 def own_rows(index: int, tensor: torch.Tensor, trainer: int) -> Rows:
@@ -110,16 +111,18 @@ class Staging:
     def _await(self, filled: int) -> None:
         with self._moved:
             self._awaited = filled
-            self._moved.wait_for(lambda: self._filled >= filled or self._failed)
+            done = self._moved.wait_for(lambda: self._filled >= filled or self._failed, COPY_LIMIT_S)
             if self._failed:
                 raise RuntimeError("the snapshot failed half-way")
+            if not done:
+                raise TimeoutError(f"this rank's main thread has not copied its shard within {COPY_LIMIT_S:.0f} s")
         if self._done is not None:
             self._done.synchronize()
 
     def read(self, piece: Piece) -> Bytes:
         """The bytes of a piece in host memory: on the CPU a view, from a GPU a copy through pinned memory.
 
-        Waits until they have been snapshot; RuntimeError when that failed.
+        Waits until they have been snapshot; RuntimeError when that failed, TimeoutError when it takes too long.
         """
         self._await(piece.staging_bytes + piece.nbytes)
         data = self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
