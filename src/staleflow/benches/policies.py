@@ -1,7 +1,8 @@
 """`staleflow bench policies`: real jobs under each policy, equal seeds and steps, one after the other.
 
-Trainers get one core and everything else the others, so that neither takes time from the other and a policy cannot win
-by leaving a core idle; the cost model is measured under the same pinning, with as many engines at once as the job has.
+Instances get all cores but one, which trainers and hosts share: so nobody takes time from an instance but another one,
+and a policy cannot win by leaving a core idle. The cost model is measured under the same pinning, with as many engines
+at once as the job has.
 A difference counts only beyond the spread over the seeds.
 
     staleflow bench policies [--config FILE] [--policies a,b] [--seeds 3] [--steps 24] [--out DIR] [--resume]
@@ -46,14 +47,14 @@ def run(args: list[str]) -> dict[str, Any]:
     if config.evaluation is not None:
         shape.insert(0, "evaluation.max_prompts=1")  # what it has learned is not the question, and costs minutes
     cores = sorted(os.sched_getaffinity(0))
-    trainer, rest = {cores[0]}, set(cores[1:]) or {cores[0]}
+    others, instances = {cores[0]}, set(cores[1:]) or {cores[0]}
     options.out.mkdir(parents=True, exist_ok=True)
     if config.rollout.engine == "vllm" and config.coordination.cost_model is None:
-        shape.append(f"coordination.cost_model={_calibrated(options, config, shape, rest)}")
+        shape.append(f"coordination.cost_model={_calibrated(options, config, shape, instances)}")
     runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in options.policies}
     for seed in range(options.seeds):  # policies in turn, so that a slow quarter of an hour hits all of them
         for policy in options.policies:
-            one = _one(options, policy, seed, shape, (trainer, rest))
+            one = _one(options, policy, seed, shape, (others, instances))
             runs[policy].append(one)
             print(f"{policy}, seed {seed}: {one['tokens_per_s']:.1f} trained tokens/s", file=sys.stderr, flush=True)
     rows = [_row(policy, found) for policy, found in runs.items()]
@@ -63,7 +64,7 @@ def run(args: list[str]) -> dict[str, Any]:
         "eta": config.staleness.eta,
         "steps": options.steps,
         "seeds": options.seeds,
-        "cores": {"trainers": sorted(trainer), "others": sorted(rest)},
+        "cores": {"instances": sorted(instances), "others": sorted(others)},
         "rows": rows,
         "against": list(_against(rows)),
     }
@@ -109,7 +110,7 @@ def _completed(run_dir: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["status"] == "completed"
 
 
-def _pin_while_running(job: subprocess.Popen[bytes], config: Config, trainer: set[int], rest: set[int]) -> None:
+def _pin_while_running(job: subprocess.Popen[bytes], config: Config, others: set[int], instances: set[int]) -> None:
     roles = [rank.role for rank in plan(config, spread(config, 1)).ranks]
     pinned: set[int] = set()
     while job.poll() is None:
@@ -117,7 +118,7 @@ def _pin_while_running(job: subprocess.Popen[bytes], config: Config, trainer: se
             rank = _rank_of(pid)
             if rank is not None and rank < len(roles):
                 pinned.add(pid)
-                _pin(pid, trainer if roles[rank] == "trainer" else rest)
+                _pin(pid, instances if roles[rank] == "rollout" else others)
         time.sleep(PIN_EVERY_S)
 
 
