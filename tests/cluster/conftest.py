@@ -19,15 +19,11 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mpirun lies besi
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
-def pytest_collection_modifyitems(config, items):
-    """They take a quarter of an hour: all of them only when asked for by name, those marked `ci` always."""
-    asked_for = "cluster" in config.option.markexpr or any("cluster" in argument for argument in config.args)
+def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.timeout(900))  # six ranks that start on two busy cores take minutes
-            if not asked_for and item.get_closest_marker("ci") is None:
-                item.add_marker(pytest.mark.skip(reason="one of many: make test-cluster runs it"))
 
 
 def why_impossible() -> str | None:

@@ -65,7 +65,6 @@ def kill(cluster, node, run_dir, rank):
     cluster("run", node, "kill", "-KILL", cluster("run", node, "sh", "-c", find).split("/")[2])
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_over_two_nodes_completes_and_trains_on_what_the_other_node_generated(cluster, start, launcher):
     """Node 1 has the trainers only: every payload came from node 2, every version went there."""
@@ -81,7 +80,7 @@ def test_a_job_over_two_nodes_completes_and_trains_on_what_the_other_node_genera
     assert shared_memory(cluster) == {"node1": [], "node2": []}
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.ci), "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_ends_the_job_soon_is_named_and_a_resume_continues(cluster, start, launcher):
     changes = {"rollout__instances": 3, "checkpoint__every_steps": 2}
     number, run_dir = start("--launcher", launcher, run__steps=100000, **changes)
@@ -104,7 +103,6 @@ def test_a_killed_rank_ends_the_job_soon_is_named_and_a_resume_continues(cluster
 SURVIVING = {"fault__survive_rollout": True, "checkpoint__every_steps": 8, "rollout__instances": 3}
 
 
-@pytest.mark.ci
 def test_a_job_that_may_survive_goes_on_without_a_dead_rollout_rank(cluster, start):
     """srun --kill-on-bad-exit=0; the verdict is rank 0's, and the log names who was left out."""
     number, run_dir = start(run__steps=40, **SURVIVING)
@@ -140,7 +138,6 @@ def test_a_job_that_may_survive_ends_itself_when_a_trainer_dies(cluster, start):
     assert "rank 1 (trainer) is lost" in log_of(run_dir)
 
 
-@pytest.mark.ci
 def test_a_cut_cable_is_named_and_hangs_nobody(cluster, start):
     number, run_dir = start("--sbatch=--no-requeue", run__steps=100000, rollout__instances=3)
     wait_for_step(run_dir, 2)
@@ -157,7 +154,7 @@ def test_a_cut_cable_is_named_and_hangs_nobody(cluster, start):
         time.sleep(1)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.ci), "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_signal_before_the_limit_checkpoints_requeues_and_continues(cluster, start, launcher):
     """Nothing is trained twice, nothing is left out: the steps of both starts are 0..N-1, once each."""
     steps = 40

@@ -163,8 +163,8 @@ class CoordinatorRole:
             case m.Failed(rank=rank, error=error):
                 if not self.survival.rank_lost(rank, error, bool(self._waiting_ready)):
                     self._cause.failed(f"rank {rank} ({self._role_of(rank)}) failed: {error}", now_s)
-            case m.RelayStopped(node=stopped, why=why):
-                if not self.survival.relay_stopped(why, now_s):
+            case m.RelayStopped(node=stopped, why=why, generation=generation):
+                if not self.survival.relay_stopped(why, generation, now_s):
                     self._cause.failed(f"rank {self._plan.hosts[stopped]} (host) failed: {why}", now_s)
             case m.StopRequested(rank=rank, signal=number):
                 self._cause.signalled(number, f"signal {number} at rank {rank} ({self._role_of(rank)})", now_s)

@@ -110,9 +110,10 @@ class Host:
         """Called from the relay's thread."""
         self._from_relay.put(m.Stored(self._s.node, version, seconds))
 
-    def on_relay_error(self, error: BaseException) -> None:
-        """Called from one of the relay's threads."""
-        self._from_relay.put(m.RelayStopped(self._s.node, f"the relay of node {self._s.node} stopped: {error}"))
+    def on_relay_error(self, error: BaseException, generation: int = 0) -> None:
+        """Called from one of the relay's threads; `generation` is that of its publish group."""
+        why = f"the relay of node {self._s.node} stopped: {error}"
+        self._from_relay.put(m.RelayStopped(self._s.node, why, generation))
 
     # ---- from the device ranks ---------------------------------------------------------------------------------------
 

@@ -234,10 +234,14 @@ class ClockAsked(Wire):
 
 
 class RelayStopped(Wire):
-    """The node's relay cannot go on: maybe because another node is gone, of which news will come."""
+    """The node's relay cannot go on: maybe because another node is gone, of which news will come.
+
+    `generation`: of the publish group that it was in (`Regroup`), 0 for the first.
+    """
 
     node: int
     why: str
+    generation: int = 0
 
 
 # ---- coordinator -> host ---------------------------------------------------------------------------------------------

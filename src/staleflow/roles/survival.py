@@ -97,9 +97,12 @@ class Survival:
         self._relay_stopped, self._regroup_at_s = None, now_s + SETTLES_S
         return True
 
-    def relay_stopped(self, why: str, now_s: float) -> bool:
-        """Whether that may be the consequence of a node's loss which the job survives."""
-        if self._on:
+    def relay_stopped(self, why: str, generation: int, now_s: float) -> bool:
+        """Whether that may be the consequence of a node's loss which the job survives.
+
+        The loss may be known already, and its relays be replaced or about to be: theirs is no news.
+        """
+        if self._on and generation == self._generation:
             self._relay_stopped = self._relay_stopped or (why, now_s)
         return self._on
 
@@ -143,6 +146,7 @@ class Survival:
 
     def _regroup(self) -> None:
         self._generation += 1
+        self._relay_stopped = None
         relays = [rank for rank in self._plan.relays if rank not in self.ranks]
         order = m.Regroup(self._generation, [*self._plan.trainers, *relays])
         for node in sorted(self._nodes):

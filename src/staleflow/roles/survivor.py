@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Survivor:
-    """`start_relay(group, ranks)` makes a relay over a new group; None on a node without one."""
+    """`start_relay(group, ranks, generation)` makes a relay over a new group; None on a node without one."""
 
-    def __init__(self, job: Job, host: Host, relay: Relay | None, start_relay: Callable[[Any, Any], Relay]) -> None:
+    def __init__(
+        self, job: Job, host: Host, relay: Relay | None, start_relay: Callable[[Any, Any, int], Relay]
+    ) -> None:
         self._job, self._host, self.relay, self._start_relay = job, host, relay, start_relay
         self._thread: threading.Thread | None = None
 
@@ -84,7 +86,7 @@ class Survivor:
             if self.relay is not None:
                 self.relay.abandon()
             group = self._job.group(f"publish-{order.generation}", tuple(order.ranks))
-            self.relay = self._start_relay(group, tuple(order.ranks))
+            self.relay = self._start_relay(group, tuple(order.ranks), order.generation)
         except Exception as error:
             log.exception("no new publish group")
-            self._host.on_relay_error(error)
+            self._host.on_relay_error(error, order.generation)

@@ -112,12 +112,14 @@ class _Node:
         job.post(f"store/{job.me.node}", self._store.name if self._store else None)
         members = job.plan.publish
         start_relay = partial(self._start_relay, job, manifest)
-        relay = start_relay(job.group("publish", members), members) if self._store is not None else None
+        relay = start_relay(job.group("publish", members), members, 0) if self._store is not None else None
         self._survivor = Survivor(job, self.host, relay, start_relay)
         self._watch = plane.watch_of(job, self.host.on_stored, self.host.on_relay_error)
         self._unmapped = rings.Unmapped(job)
 
-    def _start_relay(self, job: Job, manifest: Manifest, group: Any, members: tuple[int, ...]) -> Relay:
+    def _start_relay(
+        self, job: Job, manifest: Manifest, group: Any, members: tuple[int, ...], generation: int
+    ) -> Relay:
         assert self._store is not None, "only nodes with rollout ranks are in the publish group"
         return Relay(
             group,
@@ -127,7 +129,7 @@ class _Node:
             trainer_ranks_in_group=range(len(job.plan.trainers)),
             names=rings.names_of(job, members),
             timeout_s=job.config.fault.collective_timeout_s,
-            on_error=self.host.on_relay_error,
+            on_error=partial(self.host.on_relay_error, generation=generation),
         )
 
     def turn(self, inbox: Sequence[m.ToHost]) -> None:
