@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from staleflow.coordination.types import (
-    EVAL_GROUP_BASE,
+    EVAL_TID_BASE,
     Abort,
     Command,
     InstanceInfo,
@@ -28,8 +28,6 @@ from staleflow.coordination.types import (
     unpack_progress,
 )
 from staleflow.trajectories.schema import MEMBER_BITS
-
-_EVAL_TID_BASE = EVAL_GROUP_BASE << MEMBER_BITS
 
 
 class Phase(IntEnum):
@@ -58,7 +56,7 @@ class Work:
 
     @property
     def evaluation(self) -> bool:
-        return self.tid >= _EVAL_TID_BASE
+        return self.tid >= EVAL_TID_BASE
 
     @property
     def context_tokens(self) -> int:

@@ -27,8 +27,9 @@ from staleflow.coordination.types import (
     InstanceView,
     Released,
     Waited,
+    is_evaluation,
 )
-from staleflow.trajectories.schema import MEMBER_BITS, group_and_member
+from staleflow.trajectories.schema import group_and_member
 
 
 class CoordinationError(RuntimeError):
@@ -286,7 +287,7 @@ class Coordinator:
     def evaluate(self, tids: Sequence[int], prompt_tokens: Sequence[int], version: int) -> None:
         """Generate these at a version >= `version`, before anything else. Their `finished` is only remembered."""
         for tid, tokens in zip(tids, prompt_tokens, strict=True):
-            if tid >> MEMBER_BITS < EVAL_GROUP_BASE:
+            if not is_evaluation(tid):
                 raise ValueError(f"trajectory {tid}: evaluation needs group ids from {EVAL_GROUP_BASE} up")
             if tid not in self._works:
                 work = self._works[tid] = Work(tid, tokens, version=version, floor=version)

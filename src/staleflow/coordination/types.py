@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
+from staleflow.trajectories.schema import MEMBER_BITS
+
 
 @dataclass(frozen=True, slots=True)
 class InstanceSnapshot:
@@ -89,6 +91,12 @@ class Pull:
 Command = Route | Interrupt | Abort | Pull
 
 EVAL_GROUP_BASE = 1 << 40  # group ids from here up are evaluation work: routed, never reserved, never trained on
+EVAL_TID_BASE = EVAL_GROUP_BASE << MEMBER_BITS
+
+
+def is_evaluation(tid: int) -> bool:
+    """Whether a trajectory answers a held-out prompt."""
+    return tid >= EVAL_TID_BASE
 
 
 @dataclass(frozen=True, slots=True)

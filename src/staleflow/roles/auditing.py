@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.coordination.coordinator import Coordinator
-from staleflow.coordination.types import EVAL_GROUP_BASE, Command, Released, Route
+from staleflow.coordination.types import Command, Released, Route, is_evaluation
 from staleflow.protocol.audit import audit
 from staleflow.protocol.errors import ProtocolError
 from staleflow.roles import messages as m
-from staleflow.trajectories.schema import MEMBER_BITS
 
 MISMATCH_FILE = "accounts_mismatch.json"
-_EVALUATION = EVAL_GROUP_BASE << MEMBER_BITS  # tids from here up are evaluation work
 _TOLD = {m.Finished: "finished", m.Rewarded: "rewarded", m.RewardFailed: "failed"}
 
 
@@ -92,7 +90,7 @@ class Audit:
         for command in commands:
             if isinstance(command, Route):
                 for tid in command.tids:
-                    if tid < _EVALUATION and tid not in self._outstanding:
+                    if not is_evaluation(tid) and tid not in self._outstanding:
                         self._outstanding.add(tid)
                         self._reserved += 1
 

@@ -24,7 +24,7 @@ from typing import Any
 from staleflow.checkpoint.recovery import Resume, settings_of
 from staleflow.config import Config
 from staleflow.coordination.coordinator import Coordinator
-from staleflow.coordination.types import EVAL_GROUP_BASE, InstanceInfo
+from staleflow.coordination.types import EVAL_GROUP_BASE, InstanceInfo, is_evaluation
 from staleflow.data.prompts import Prompt, PromptSource
 from staleflow.jobs.plan import JobPlan
 from staleflow.jobs.stop import STOPPED, StopWatch
@@ -34,7 +34,7 @@ from staleflow.roles.auditing import Audit
 from staleflow.roles.batching import Generated
 from staleflow.roles.cause import Cause, Signalled
 from staleflow.roles.checkpointing import Books, Checkpointing
-from staleflow.roles.evaluating import Evaluating, is_evaluation
+from staleflow.roles.evaluating import Evaluating
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.payloads import Payloads
 from staleflow.roles.steps import Steps

@@ -10,16 +10,10 @@ from typing import Any
 
 from staleflow.config import Config
 from staleflow.coordination.coordinator import Coordinator
-from staleflow.coordination.types import EVAL_GROUP_BASE
 from staleflow.roles.checkpointing import Checkpointing
 from staleflow.roles.evaluations import Evaluations
 from staleflow.roles.payloads import Payloads
 from staleflow.trajectories.schema import group_and_member
-
-
-def is_evaluation(tid: int) -> bool:
-    """Whether a trajectory answers a held-out prompt: never trained on."""
-    return group_and_member(tid)[0] >= EVAL_GROUP_BASE
 
 
 class Evaluating:

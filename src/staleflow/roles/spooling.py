@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from staleflow.checkpoint import layout
-from staleflow.coordination.types import EVAL_GROUP_BASE
+from staleflow.coordination.types import is_evaluation
 from staleflow.roles import messages as m
 from staleflow.trajectories.schema import Finish, decode, group_and_member
 from staleflow.trajectories.server import TrajectoryServer
@@ -147,7 +147,7 @@ class Spooling:
 
     def _counts(self, tid: int) -> bool:
         """Whether it is to be trained on: neither evaluation nor given up."""
-        return group_and_member(tid)[0] < EVAL_GROUP_BASE and self._server.knows(tid)
+        return not is_evaluation(tid) and self._server.knows(tid)
 
     def forget(self, groups: Collection[int]) -> None:
         """These groups are trained on or given up."""
