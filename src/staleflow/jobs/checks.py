@@ -126,12 +126,18 @@ def check_byte_code(package: str = "torch") -> Iterator[Finding]:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         return
-    cached = Path(importlib.util.cache_from_source(found.origin))
-    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{cached.parent.parent} is read-only"
-    if cached.exists() or not (sys.dont_write_bytecode or not os.access(cached.parent.parent, os.W_OK)):
-        yield Finding(True, "byte code", "written at the first start" if not cached.exists() else "there")
+    folder = Path(found.origin).parent
+    if Path(importlib.util.cache_from_source(found.origin)).exists():
+        yield Finding(True, "byte code", "there")
         return
-    remedy = f"python -m compileall -q {Path(found.origin).parents[1]}"
+    if sys.dont_write_bytecode:
+        why = "PYTHONDONTWRITEBYTECODE is set"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} is read-only"
+    else:
+        yield Finding(True, "byte code", "written at the first start")
+        return
+    remedy = f"python -m compileall -q {folder.parent}"
     yield Finding(False, "byte code", f"{package} has none and {why}: every start takes many seconds longer", remedy)
 
 

@@ -59,9 +59,9 @@ def _local(config: Config | None, info: LaunchInfo, reap: bool) -> Iterator[Find
     if config is not None and info.rank == 0:
         yield from checks.check_config(config)
     yield from checks.check_versions()
-    yield from checks.check_byte_code()
     if info.local_rank != 0:
         return
+    yield from checks.check_byte_code()
     if reap:
         yield from checks.reap_leftovers()
     yield from checks.check_shared_memory(config, info.n_nodes or 1)
