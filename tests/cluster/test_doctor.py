@@ -33,8 +33,8 @@ def test_what_a_dead_job_left_on_the_other_node_is_found(cluster, tmp_path):
         answer = doctor(cluster, tmp_path)
     finally:
         cluster("run", "node2", "rm", "/dev/shm/sf-left-behind")
-    assert "FAIL  leftovers on node2: 1 files of dead processes, 0 MiB; " in answer, answer
-    assert "rm /dev/shm/sf-left-behind" in answer
+    remedy = "staleflow doctor --reap (what dead jobs left), or rm /dev/shm/sf-left-behind"
+    assert f"FAIL  leftovers on node2: 1 files of dead processes, 0 MiB; {remedy}\n" in answer, answer
     assert "1 failed" in answer
 
 

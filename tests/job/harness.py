@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.shm import lasting
+
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
@@ -92,15 +94,9 @@ class Job:
         logs = str((self.run_dir / "attempt_0").resolve())
         return [pid for pid in _pids() if any(path.startswith(logs) for path in _open_files(pid))]
 
-    def shm_left(self, patience_s: float = 20.0) -> set[str]:
-        """New names in shared memory since the job was started that carry this run's name or vLLM's mark.
-
-        Tests may run side by side: what another test's job has just made goes by itself, what is left behind does not.
-        """
-        deadline_s = time.monotonic() + patience_s
-        while (names := self._shm_new()) and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-        return names
+    def shm_left(self) -> set[str]:
+        """New names in shared memory since the job was started that carry this run's name or vLLM's mark."""
+        return lasting(self._shm_new, 20.0)
 
     def _shm_new(self) -> set[str]:
         return {

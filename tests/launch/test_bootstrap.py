@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from staleflow.jobs.bootstrap import check_rendezvous, free_port, listen, own_address, port_is_free
 from staleflow.jobs.env import LaunchError, LaunchInfo
+from tests.shm import lasting
 
 ONE_NODE = LaunchInfo("slurm", 0, 4, 0, 4, 0, 1, ("127.0.0.1", 0), "7")
 
@@ -88,8 +88,4 @@ def test_ranks_agree_through_mpi_and_leave_nothing(command, tmp_path):
     name = {"mpirun": "openmpi", "prterun": "pmix"}[command[0]]
     assert [line[1:4] for line in lines] == [[name, "0", "2"], [name, "1", "2"]]
     assert lines[0][4:] == lines[1][4:]
-    for _ in range(300):  # another test's job may be running beside: its segments go when it ends
-        if segments() <= before:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"left behind: {segments() - before}")
+    assert not lasting(lambda: segments() - before, 60.0)
