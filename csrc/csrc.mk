@@ -6,7 +6,8 @@ CLANGXX ?= $(firstword $(foreach c,clang++ $(addprefix clang++-,21 20 19 18 17 1
 FUZZ_S ?= 20
 
 NATIVE := build/native
-RING_SOURCES := $(addprefix csrc/ring/,ring.cpp segment.cpp process.cpp arena.cpp partition.cpp)
+RING_PARTS := $(addprefix csrc/ring/,ring_life.cpp ring_wait.cpp segment.cpp process.cpp)
+RING_SOURCES := csrc/ring/ring.cpp $(RING_PARTS) csrc/ring/arena.cpp csrc/ring/partition.cpp
 RING_HEADERS := $(wildcard csrc/ring/*.h csrc/tests/*.h)
 TEST_FLAGS := -std=c++17 -O1 -g -Wall -Wextra -Werror -Icsrc/ring
 ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -39,7 +40,7 @@ $(NATIVE)/ring_threads.asan: csrc/tests/ring_threads.cpp $(RING_SOURCES) $(RING_
 # It includes ring.cpp itself, to put its kill points in.
 $(NATIVE)/ring_killed: csrc/tests/ring_killed.cpp $(RING_SOURCES) $(RING_HEADERS)
 	@mkdir -p $(NATIVE)
-	$(CXX) $(TEST_FLAGS) $(ADDRESS) csrc/tests/ring_killed.cpp csrc/ring/segment.cpp csrc/ring/process.cpp -o $@ -pthread
+	$(CXX) $(TEST_FLAGS) $(ADDRESS) csrc/tests/ring_killed.cpp $(RING_PARTS) -o $@ -pthread
 
 $(NATIVE)/fuzz_attach: csrc/tests/fuzz_attach.cpp $(RING_SOURCES) $(RING_HEADERS)
 	@mkdir -p $(NATIVE)

@@ -100,6 +100,7 @@ class Trainer(Section):
 
 class Parameters(Section):
     transport: Literal["broadcast", "direct", "file"] = "broadcast"
+    backend: Literal["auto", "gloo"] = "auto"  # auto: NCCL where every member has a GPU of its own
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     bucket_mib: float = Field(default=64.0, gt=0.0)
     delta: bool = False

@@ -6,22 +6,35 @@ again by transformers with the weights of its version, and must agree with the e
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from staleflow.trajectories.schema import Trajectory, decode
 from tests.job.harness import TORCHRUN, Job, Task, finished
+from tests.moe import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.dist, pytest.mark.slow]
 AGREEMENT = 1e-3  # float32 on both sides
 
 
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def model_task(request: pytest.FixtureRequest, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """The demo's task, with its model or with a mixture of experts that has the same tokenizer."""
+    if request.param == "dense":
+        return task
+    root = tmp_path_factory.mktemp("experts")
+    shutil.copytree(task.root, root, dirs_exist_ok=True)
+    make_model(str(root / "model"))
+    return Task(root)
+
+
 @pytest.fixture(scope="module")
-def job(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(model_task: Task, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Five steps at eta = 2 on two engines that always have work and take every version as soon as it is there."""
     return finished(
-        task,
+        model_task,
         tmp_path_factory.mktemp("run"),
         launcher=TORCHRUN,
         rollout__engine="vllm",
@@ -53,12 +66,12 @@ def test_partial_rollout_really_happened(job: Job) -> None:
     assert summary["logprob_gap"] is not None and summary["logprob_gap"] < AGREEMENT
 
 
-def test_every_segment_agrees_with_its_version(job: Job, task: Task) -> None:
+def test_every_segment_agrees_with_its_version(job: Job, model_task: Task) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(task.root / "model", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_task.root / "model", dtype=torch.float32).eval()
     sampled = sorted(trajectories(job), key=lambda t: -len(t.segments))[:48]
     assert any(len(t.segments) > 1 for t in sampled)
     versions = {version for t in sampled for version, _ in t.segments}

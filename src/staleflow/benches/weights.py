@@ -4,8 +4,9 @@
              Gloo. What the push got done while the snapshot was being copied does not count there, so the same with
              the snapshot is reported too, as `snapshot_and_push`, and `snapshot`, which is what training waits for
              limit: one Gloo broadcast of the same bytes in one call (and, before it, a copy); peer: one per parameter
-    pull     from the slot into an engine's parameters, 1, 2 and 4 readers at once (GB/s of one reader)
-             limit: one memory copy of the image, with as many others copying
+    pull     from the slot into an engine's parameters, 1, 2 and 4 readers at once (GB/s of all of them together, from
+             the first one's begin to the last one's end)
+             limit: one memory copy of the image by each of as many readers
     delta    bytes and seconds at given shares of changed values, and on consecutive versions of a real model
              under Adam; end to end (snapshot to stored) also over a link of 250 MB/s between two namespaces
 
@@ -117,13 +118,13 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
     readers = [count for count in readers if mb < 1000 or count <= 2]
     setup = _setup(mb, readers, repeats)
     told = _run_ranks(setup, {})
-    trainer, host, reads = told["trainer"], told["host"], told["reader0"]
+    trainer, host = told["trainer"], told["host"]
     gb = _image_bytes(setup) / 1e9
     full = [push for push in host["pushes"] if push["mode"] == "full"]
     raw_s, each_s = (min(wall for wall, _ in host[kind]) for kind in ("raw", "per_parameter"))
     push_s, both_s = (min(p[kind] for p in full) for kind in ("push_s", "end_to_end_s"))
     snapshot_s, copy_s = min(p["staged"] - p["begin"] for p in full), min(wall for wall, _ in trainer["copy"])
-    copies, pulls = ({f"{n}_readers": found[kind] for n, found in reads.items()} for kind in ("copy", "pull"))
+    copies, pulls = ({f"{n}_readers": _together(told, n, kind) for n in readers} for kind in ("copy", "pull"))
     kinds = ("raw", "per_parameter")
     cpu = {kind: min(a[1] + b[1] for a, b in zip(trainer[kind], host[kind], strict=True)) for kind in kinds}
     cpu["snapshot_and_push"] = min(p["trainer_cpu_s"] + p["relay_cpu_s"] for p in full)
@@ -136,8 +137,8 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
         "snapshot": gb / snapshot_s,
         "snapshot_copy": gb / copy_s,
         "per_parameter": gb / each_s,
-        "pull": {n: gb / wall for n, (wall, _) in pulls.items()},
-        "copy": {n: gb / wall for n, (wall, _) in copies.items()},
+        "pull": {f"{n}_readers": n * gb / pulls[f"{n}_readers"][0] for n in readers},
+        "copy": {f"{n}_readers": n * gb / copies[f"{n}_readers"][0] for n in readers},
         "share_of_limit": {
             "push": raw_s / push_s,
             "snapshot_and_push": (copy_s + raw_s) / both_s,
@@ -147,6 +148,13 @@ def _measure(mb: int, readers: list[int], repeats: int) -> dict[str, Any]:
         "cpu_s_per_GB": {kind: seconds / gb for kind, seconds in cpu.items()},
         "delta": _by_share(host["pushes"], _image_bytes(setup)),
     }
+
+
+def _together(told: dict[str, Any], readers: int, kind: str) -> tuple[float, float]:
+    """Of `readers` reading at once: seconds from the first begin to the last end, and CPU seconds of one; the best."""
+    rounds = list(zip(*(told[f"reader{i}"][str(readers)][kind] for i in range(readers)), strict=True))
+    spans = [max(end for _, end, _ in one) - min(begin for begin, _, _ in one) for one in rounds]
+    return min(spans), min(cpu for one in rounds for _, _, cpu in one)
 
 
 def _by_share(pushes: list[dict[str, Any]], nbytes: int) -> dict[str, Any]:

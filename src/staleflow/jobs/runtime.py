@@ -28,6 +28,7 @@ from staleflow.jobs.security import private_directory
 from staleflow.observe.logs import attempt_dir, next_attempt
 
 PR_SET_PDEATHSIG = 1
+NCCL_LIMIT = timedelta(days=7)  # torch's watchdog ends the process at its own limit, without a word to the others
 
 
 class StartError(RuntimeError):
@@ -76,6 +77,15 @@ class Job:
             store = dist.PrefixStore(f"group/{name}", self.store.clone())
             self.groups[name] = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
         return self.groups[name]
+
+    def device_group(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """An NCCL group over these global ranks, each on a GPU of its own. Who waits on it keeps the time itself."""
+        import torch.distributed as dist
+
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = NCCL_LIMIT
+        store = dist.PrefixStore(f"lane/{name}", self.store.clone())
+        return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
 
     def enter_role_world(self, ranks: tuple[int, ...], device: int) -> None:
         """Make `ranks` this process's default group: FSDP2 and vLLM both take the default group for their own world."""

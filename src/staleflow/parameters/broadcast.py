@@ -7,35 +7,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from staleflow.parameters.checksum import piece_sum
-from staleflow.parameters.layout import Piece, Rows
-from staleflow.parameters.manifest import Manifest
+from staleflow.parameters.checksum import piece_sum, tensor_sum
+from staleflow.parameters.grouped import Grouped
+from staleflow.parameters.lane import LANE_AHEAD, Lane
+from staleflow.parameters.layout import Piece
 from staleflow.parameters.rounds import (
-    Chain,
-    Course,
     Header,
     Kind,
     Round,
     decide,
-    end_row,
-    handshake,
     header_tag,
     payload_tag,
     trainer_row,
 )
 from staleflow.parameters.staging import Staging
 from staleflow.parameters.transports import Sent
-from staleflow.parameters.wire import Message, PeerLostError, Wire
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from staleflow.parameters.wire import InFlight
 
 Bytes = npt.NDArray[np.uint8]
 # Messages under way at a time. On the CPU whole pieces are views of the staging buffer; deltas are short, and a relay
@@ -44,124 +38,114 @@ IN_FLIGHT, IN_FLIGHT_DELTAS = 8, 32
 PINNED = 3  # from a GPU: pieces that lie in a pinned buffer meanwhile
 
 
-class Broadcast:
-    """See `transports.Transport`. `trainers` are the group ranks of the trainer ranks; the others are relays."""
+class Broadcast(Grouped):
+    """See `transports.Transport`; the members that are no trainer ranks are relays. Arguments as of `Grouped`."""
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        manifest: Manifest,
-        trainers: Sequence[int],
-        bucket_bytes: int,
-        *,
-        delta: bool = False,
-        names: Sequence[str] = (),
-        timeout_s: float = 60.0,
-        on_lost: Callable[[PeerLostError], None] = lambda error: None,
-    ) -> None:
-        self.manifest = manifest
-        self.bucket_bytes = bucket_bytes
-        self.chain = Chain.of(group.size(), trainers)
-        self.wire = Wire(group, names, timeout_s, on_lost)
-        self._number = self.chain.trainers.index(self.wire.rank)
-        self._course: Course | None = None
-        self._staging: Staging | None = None
+    def __init__(self, *args: Any, delta: bool = False, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self._previous = Previous() if delta else None
-        self._flying: deque[Message] = deque()
-        self._limit = IN_FLIGHT
-
-    def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
-        self._staging = staging
-        self._course = handshake(self.wire, self.chain, self.manifest, rows, self.bucket_bytes)
 
     def push(self, version: int, *, fresh: bool) -> Sent:
-        assert self._course is not None and self._staging is not None, "open() comes first"
+        course, staging = self._opened()
         base = self._previous.version if self._previous and not fresh else None
         round_ = decide(self.wire.agree(trainer_row(version, base, fresh)), self.chain, self.wire.names)
         assert round_ is not None
         begin = time.monotonic()
         if self._previous:
-            self._previous.begin(self._staging)
-        sent = self._send(self._course.mine(self._number), round_)
+            self._previous.begin(staging)
+        sent = self._send(course.mine(self._number), round_)
         if self._previous:
             self._previous.version = version
-        return Sent(version, time.monotonic() - begin, sent, self._staging.shard.nbytes)
-
-    def stop(self) -> None:
-        self.wire.stop()
-
-    def break_off(self) -> None:
-        self.wire.break_off()
-
-    def close(self) -> None:
-        if self._course is not None:
-            self.wire.agree(end_row())
-        self.wire.stop()
+        return Sent(version, time.monotonic() - begin, sent, staging.shard.nbytes)
 
     def _send(self, pieces: Sequence[tuple[int, Piece]], round_: Round) -> int:
         """All pieces in order; returns the bytes sent."""
-        assert self._staging is not None
         whole = round_.base is None
-        if self._staging.device.type == "cuda":
-            self._limit = PINNED if whole else 2 * PINNED
+        flying = InFlight(self.wire, self._most_in_flight(whole))
+        if not whole:
+            sent = self._send_deltas(pieces, flying)
+        elif self._lane is not None:
+            sent = self._send_on_lane(self._lane, pieces, flying)
         else:
-            self._limit = IN_FLIGHT if whole else IN_FLIGHT_DELTAS
-        sent = self._send_whole(pieces) if whole else self._send_deltas(pieces)
-        while self._flying:
-            self.wire.wait(self._flying.popleft())
+            sent = self._send_whole(pieces, flying)
+        flying.finish()
         return sent
 
-    def _send_whole(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+    def _most_in_flight(self, whole: bool) -> int:
+        _, staging = self._opened()
+        if whole and self._lane is not None:
+            return LANE_AHEAD
+        if staging.device.type == "cuda":
+            return PINNED if whole else 2 * PINNED
+        return IN_FLIGHT if whole else IN_FLIGHT_DELTAS
+
+    def _send_whole(self, pieces: Sequence[tuple[int, Piece]], flying: InFlight) -> int:
         """P0 P1 P2 …, then the checksums of all.
 
         On the CPU all pieces are summed first, right behind the snapshot: that takes a core little, and sending beside
         the snapshot would take its core away where there are few. From a GPU a piece is summed while it travels.
         """
-        assert self._staging is not None and self._course is not None
-        on_cpu = self._staging.device.type != "cuda"
-        sums = [piece_sum(self._staging.read(piece), piece) for _, piece in pieces] if on_cpu else []
+        _, staging = self._opened()
+        on_cpu = staging.device.type != "cuda"
+        sums = [piece_sum(staging.read(piece), piece) for _, piece in pieces] if on_cpu else []
         sent = 0
         for place, piece in pieces:
-            content = self._staging.read(piece)
-            sent += self._put_payload(place, content)
+            content = staging.read(piece)
+            sent += self._put_payload(place, content, flying)
             if self._previous:
-                self._previous.replace(self._staging, piece, encode=False)
+                self._previous.replace(staging, piece, encode=False)
             if not on_cpu:
                 sums.append(piece_sum(content, piece))
-        if pieces:
-            self._put(np.array(sums, np.uint64).view(np.uint8), self._course.sums_tag(self._number))
+        self._put_sums(sums, flying)
         return sent
 
-    def _send_deltas(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+    def _send_on_lane(self, lane: Lane, pieces: Sequence[tuple[int, Piece]], flying: InFlight) -> int:
+        """P0 P1 P2 … on the lane, then the checksums of all on the wire."""
+        _, staging = self._opened()
+        sums = []
+        for place, piece in pieces:
+            content = staging.part(piece)
+            flying.add(lane.send(place, content, self.chain.relays[0]))
+            with lane.on_stream():
+                sums.append(tensor_sum(content, piece))
+            if self._previous:
+                self._previous.replace(staging, piece, encode=False)
+        self._put_sums(sums, flying)
+        return sum(piece.nbytes for _, piece in pieces)
+
+    def _put_sums(self, sums: Sequence[int], flying: InFlight) -> None:
+        course, _ = self._opened()
+        if sums:
+            self._put(np.array(sums, np.uint64).view(np.uint8), course.sums_tag(self._number), flying)
+
+    def _send_deltas(self, pieces: Sequence[tuple[int, Piece]], flying: InFlight) -> int:
         """H0 P0 H1 H2 P1 H3 P2 …: a header goes one piece ahead of its payload, so that a buffer is posted in time."""
         ahead: deque[tuple[int, Bytes]] = deque()
         sent = 0
         for k, (place, piece) in enumerate(pieces):
             header, payload = self._encode(piece)
-            self._put(header.pack(), header_tag(place))
+            self._put(header.pack(), header_tag(place), flying)
             ahead.append((place, payload))
             if k != 1:  # the first at once
-                sent += self._put_payload(*ahead.popleft())
+                sent += self._put_payload(*ahead.popleft(), flying)
         while ahead:
-            sent += self._put_payload(*ahead.popleft())
+            sent += self._put_payload(*ahead.popleft(), flying)
         return sent
 
-    def _put_payload(self, place: int, payload: Bytes) -> int:
+    def _put_payload(self, place: int, payload: Bytes, flying: InFlight) -> int:
         if payload.nbytes:
-            self._put(payload, payload_tag(place))
+            self._put(payload, payload_tag(place), flying)
         return payload.nbytes
 
-    def _put(self, data: Bytes, tag: int) -> None:
-        """Begin to send; wait for the oldest message when many are on their way."""
-        self._flying.append(self.wire.send(data, self.chain.relays[0], tag))
-        while len(self._flying) > self._limit:
-            self.wire.wait(self._flying.popleft())
+    def _put(self, data: Bytes, tag: int, flying: InFlight) -> None:
+        flying.add(self.wire.send(data, self.chain.relays[0], tag), data)
 
     def _encode(self, piece: Piece) -> tuple[Header, Bytes]:
-        assert self._staging is not None and self._previous is not None
-        content = self._staging.read(piece)
+        _, staging = self._opened()
+        assert self._previous is not None, "without it no round has a base"
+        content = staging.read(piece)
         checksum = piece_sum(content, piece)
-        payload = self._previous.replace(self._staging, piece, encode=True)
+        payload = self._previous.replace(staging, piece, encode=True)
         if payload is None:
             return Header(Kind.FULL, content.nbytes, checksum), content
         return Header(Kind.DELTA, payload.nbytes, checksum), payload
@@ -188,9 +172,10 @@ class Previous:
         assert self._data is not None, "begin() comes first"
         part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
         new, old = staging.data[part], self._data[part]
-        payload = self._delta.encode(new, old) if encode else None
-        if payload is None or old.device.type != "cpu":
-            old.copy_(new)
-        else:
-            self._delta.apply(old.numpy(), payload)  # touches a hundredth of the memory
+        with staging.on_stream():
+            payload = self._delta.encode(new, old) if encode else None
+            if payload is None or old.device.type != "cpu":
+                old.copy_(new)
+            else:
+                self._delta.apply(old.numpy(), payload)  # touches a hundredth of the memory
         return payload

@@ -8,10 +8,15 @@ words inside one piece it would not find, which a stream into one contiguous ran
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.parameters.layout import Piece
+
+if TYPE_CHECKING:
+    import torch
 
 WORD_BYTES = 8
 MASK = (1 << 64) - 1
@@ -40,3 +45,23 @@ def piece_sum(data: npt.NDArray[np.uint8], piece: Piece) -> int:
         total += word_sum(data[at : at + part.nbytes], part.image_bytes)
         at += part.nbytes
     return total & MASK
+
+
+def tensor_sum(data: torch.Tensor, piece: Piece) -> int:
+    """`piece_sum` of a uint8 tensor, on its device, for which it waits. int64 wraps as the words do."""
+    import torch
+
+    total, at = torch.zeros((), dtype=torch.int64, device=data.device), 0
+    for part in piece.ranges:
+        total += _in_words(data[at : at + part.nbytes], part.image_bytes % WORD_BYTES).view(torch.int64).sum()
+        at += part.nbytes
+    return int(total) & MASK
+
+
+def _in_words(data: torch.Tensor, head: int) -> torch.Tensor:
+    """The same bytes in whole words, where the first byte is number `head` of its word; copied only if need be."""
+    if head == 0 and data.numel() % WORD_BYTES == 0 and data.data_ptr() % WORD_BYTES == 0:
+        return data
+    words = data.new_zeros(-(-(head + data.numel()) // WORD_BYTES) * WORD_BYTES)
+    words[head : head + data.numel()] = data
+    return words

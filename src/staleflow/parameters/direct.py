@@ -1,78 +1,63 @@
 """Transport `direct`: trainers and the instances that pull together in one group, with nothing stored in between.
 
 Every version is pulled by every instance of the group, in order: a push lasts until all have taken it, and nothing is
-stored. All pieces are broadcast in the order of the image, each by the trainer rank that holds it, from and into host
-memory: from a GPU they come through pinned buffers, into one they go tensor by tensor as the engine loads them.
+stored. All pieces go in the order of the image. Where every member has a GPU of its own, each goes from GPU to GPU
+(`lane`), from the trainer rank that holds it to the first rollout rank, and so on down the chain. Otherwise that
+trainer rank broadcasts it from and into host memory: out of a GPU through pinned buffers, and into one tensor by
+tensor, as the engine loads them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from staleflow.parameters.layout import Piece, Range, Rows
+from staleflow.parameters.grouped import Grouped
+from staleflow.parameters.lane import LANE_AHEAD, Lane, LaneOffer
+from staleflow.parameters.layout import Piece, Range
 from staleflow.parameters.manifest import Entry, Manifest
-from staleflow.parameters.rounds import Chain, Course, decide, end_row, handshake, relay_row, trainer_row
+from staleflow.parameters.rounds import Chain, Course, decide, handshake, relay_row, trainer_row
 from staleflow.parameters.staging import Staging
 from staleflow.parameters.store import StoreError
 from staleflow.parameters.transports import Sent
-from staleflow.parameters.wire import Agreement, Wire
+from staleflow.parameters.wire import Agreement, InFlight, Message, Wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Direct:
-    """The trainer rank's end (`transports.Transport`). `trainers` are group ranks; all others are rollout ranks."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        manifest: Manifest,
-        trainers: Sequence[int],
-        bucket_bytes: int,
-        *,
-        names: Sequence[str] = (),
-        timeout_s: float = 60.0,
-    ) -> None:
-        self.manifest, self.bucket_bytes = manifest, bucket_bytes
-        self.chain = Chain.of(group.size(), trainers)
-        self.wire = Wire(group, names, timeout_s)
-        self._course: Course | None = None
-        self._staging: Staging | None = None
-
-    def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
-        self._staging = staging
-        self._course = handshake(self.wire, self.chain, self.manifest, rows, self.bucket_bytes)
+class Direct(Grouped):
+    """The trainer rank's end (`transports.Transport`); the members that are no trainer ranks are rollout ranks."""
 
     def push(self, version: int, *, fresh: bool) -> Sent:
-        assert self._course is not None and self._staging is not None, "open() comes first"
+        course, staging = self._opened()
         decide(self.wire.agree(trainer_row(version, None, fresh)), self.chain, self.wire.names)
-        begin, sent = time.monotonic(), 0
-        for trainer, piece in in_image_order(self._course):
-            root = self.chain.trainers[trainer]
-            if root == self.wire.rank:
-                data = self._staging.read(piece)
-                sent += piece.nbytes
-            else:
-                data = np.empty(piece.nbytes, np.uint8)
-            self.wire.broadcast(data, root)
-        return Sent(version, time.monotonic() - begin, sent, self._staging.shard.nbytes)
+        begin = time.monotonic()
+        if self._lane is None:
+            self._broadcast(course, staging)
+        else:
+            self._send(self._lane, course, staging)
+        sent = sum(piece.nbytes for _, piece in course.mine(self._number))
+        return Sent(version, time.monotonic() - begin, sent, staging.shard.nbytes)
 
-    def stop(self) -> None:
-        self.wire.stop()
+    def _broadcast(self, course: Course, staging: Staging) -> None:
+        """All pieces, with all members."""
+        for _, (trainer, piece) in in_image_order(course):
+            data = staging.read(piece) if trainer == self._number else np.empty(piece.nbytes, np.uint8)
+            self.wire.broadcast(data, self.chain.trainers[trainer])
 
-    def break_off(self) -> None:
-        self.wire.break_off()
-
-    def close(self) -> None:
-        if self._course is not None:
-            self.wire.agree(end_row())
-        self.wire.stop()
+    def _send(self, lane: Lane, course: Course, staging: Staging) -> None:
+        """Its own pieces, to the first rollout rank, which passes them on."""
+        flying = InFlight(self.wire, LANE_AHEAD)
+        for place, (trainer, piece) in in_image_order(course):
+            if trainer == self._number:
+                flying.add(lane.send(place, staging.part(piece), self.chain.relays[0]))
+        flying.finish()
 
 
 class DirectSource:
@@ -86,8 +71,11 @@ class DirectSource:
         *,
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
+        offer: LaneOffer | None = None,
     ) -> None:
         self.manifest = manifest
+        self._offer = offer
+        self._lane: Lane | None = None
         self._chain = Chain.of(group.size(), trainers)
         self._wire = Wire(group, names, timeout_s)
         self._course: Course | None = None
@@ -98,7 +86,9 @@ class DirectSource:
     def newest(self) -> int | None:
         """The version that the trainers offer now; None while they have none (waits a moment for one)."""
         if self._course is None:
-            self._course = handshake(self._wire, self._chain, self.manifest, None, 0)
+            self._course = handshake(self._wire, self._chain, self.manifest, None, 0, self._offer)
+            if self._course.lane and self._offer is not None:
+                self._lane = Lane(self._offer, self._wire, self._chain, self._course)
         if self._offered is None:
             self._offered = self._poll()
         return self._offered
@@ -112,6 +102,8 @@ class DirectSource:
 
     def close(self) -> None:
         self._wire.break_off()
+        if self._lane is not None:
+            self._lane.close()
 
     def _poll(self) -> int | None:
         if self._agreement is None:
@@ -128,11 +120,32 @@ class DirectSource:
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._course is not None, "newest() comes first"
         assembly = _Assembly(self.manifest)
-        for trainer, piece in in_image_order(self._course):
+        arriving = self._from_broadcasts(self._course) if self._lane is None else self._from(self._lane, self._course)
+        for piece, data in arriving:
+            yield from assembly.add(piece, data)
+        self._last, self._offered = self._offered, None
+
+    def _from_broadcasts(self, course: Course) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for _, (trainer, piece) in in_image_order(course):
             data = np.empty(piece.nbytes, np.uint8)
             self._wire.broadcast(data, self._chain.trainers[trainer])
-            yield from assembly.add(piece, torch.from_numpy(data))
-        self._last, self._offered = self._offered, None
+            yield piece, torch.from_numpy(data)
+
+    def _from(self, lane: Lane, course: Course) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Pieces from the member before, each passed on to the one behind."""
+        me, behind = self._wire.rank, self._chain.after(self._wire.rank)
+        steps = in_image_order(course)
+        arriving: deque[tuple[torch.Tensor, Message]] = deque()
+        passed_on = InFlight(self._wire, LANE_AHEAD)
+        for at, (place, (_, piece)) in enumerate(steps):
+            for ahead, (trainer, its_piece) in steps[at + len(arriving) : at + LANE_AHEAD]:
+                arriving.append(lane.receive(ahead, its_piece.nbytes, self._chain.before(me, trainer)))
+            data, message = arriving.popleft()
+            self._wire.wait(message)
+            if behind is not None:
+                passed_on.add(lane.send(place, data, behind))
+            yield piece, data
+        passed_on.finish()
 
 
 class DirectReading:
@@ -143,7 +156,7 @@ class DirectReading:
         self.version = version
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, CPU tensor), each as soon as all its rows are there; memory of its own."""
+        """(name, tensor), each as soon as all its rows are there: memory of its own, with a lane on the device."""
         return self._source._receive()
 
     def valid(self) -> bool:
@@ -175,7 +188,7 @@ class _Assembly:
         if end - begin == entry.nbytes:
             return arrived
         if index not in self._open:
-            self._open[index] = torch.empty(entry.nbytes, dtype=torch.uint8), entry.nbytes
+            self._open[index] = data.new_empty(entry.nbytes), entry.nbytes
         whole, missing = self._open.pop(index)
         whole[begin - entry.offset_bytes : end - entry.offset_bytes] = arrived
         if missing == end - begin:
@@ -189,6 +202,6 @@ class _Assembly:
                 yield index, entry
 
 
-def in_image_order(course: Course) -> list[tuple[int, Piece]]:
-    """(trainer, piece), so that the rows of a tensor follow each other closely and few tensors are open at a time."""
-    return sorted(course.steps, key=lambda step: step[1].ranges[0].image_bytes)
+def in_image_order(course: Course) -> list[tuple[int, tuple[int, Piece]]]:
+    """(place, (trainer, piece)), so that the rows of a tensor follow each other closely and few are open at a time."""
+    return sorted(enumerate(course.steps), key=lambda step: step[1][1].ranges[0].image_bytes)

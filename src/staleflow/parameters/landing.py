@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from staleflow.parameters.checksum import MASK, piece_sum
+from staleflow.parameters.lane import LANE_AHEAD, Lane
 from staleflow.parameters.layout import Piece
 from staleflow.parameters.rounds import Chain, Course, Header, Kind, header_tag, payload_tag
 from staleflow.parameters.store import Slot
-from staleflow.parameters.wire import Message, Wire
+from staleflow.parameters.wire import InFlight, Message, Wire
 
 Bytes = npt.NDArray[np.uint8]
 AHEAD = 16  # pieces that are posted: most land in the slot itself, the packed ones are small
-FORWARDING = 2 * AHEAD
 KEEP_BELOW = 1 / 8  # of the piece: a longer delta is not kept, copying the piece costs no more
 
 
@@ -52,6 +53,7 @@ class _Arrival:
     header_message: Message | None = None
     header: Header | None = None
     data: Bytes | None = None
+    on_device: torch.Tensor | None = None  # with a lane: where it arrives before it is copied to `data`
     payload_message: Message | None = None
 
 
@@ -60,14 +62,26 @@ class Landing:
 
     Without deltas all sizes are known, so payloads are posted well ahead and stream by themselves, and the checksums
     come last, one message from each trainer. With deltas a header goes before each payload and says how long it is.
-    Either way the slot is complete only when every piece has been compared with its trainer's checksum.
+    Either way the slot is complete only when every piece has been compared with its trainer's checksum. With a `lane`
+    whole pieces arrive on the device, are passed on from there, and are copied into the slot.
     """
 
-    def __init__(self, wire: Wire, chain: Chain, course: Course, slot: Slot, kept: Deltas, *, whole: bool) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        chain: Chain,
+        course: Course,
+        slot: Slot,
+        kept: Deltas,
+        *,
+        whole: bool,
+        lane: Lane | None = None,
+    ) -> None:
+        self._lane, self._ahead = lane, AHEAD if lane is None else LANE_AHEAD
         self._wire, self._chain, self._course, self._slot, self._kept = wire, chain, course, slot, kept
         self._whole = whole
         self._next = chain.after(wire.rank)
-        self._forwarded: deque[tuple[Message, Bytes]] = deque()  # data is held until it has been sent
+        self._forwarded = InFlight(wire, 2 * self._ahead)
         self._kept_lead = kept.lead(slot)
         self._sums: dict[int, int] = {}  # of the landed pieces, by place, until their trainer's have arrived
         self.payloads: dict[int, Bytes] = {}
@@ -76,7 +90,7 @@ class Landing:
         """Receive pieces while the one before is stored and passed on. Raises PeerLostError, CorruptPieceError."""
         count = len(self._course.steps)
         promised = self._expect_sums() if self._whole else {}
-        window = deque(self._expect(place) for place in range(min(AHEAD, count)))
+        window = deque(self._expect(place) for place in range(min(self._ahead, count)))
         previous: _Arrival | None = None
         for place in range(count):
             if not self._whole:
@@ -84,14 +98,13 @@ class Landing:
             if previous is not None:
                 self._finish(previous)
             previous = window.popleft()
-            if place + AHEAD < count:
-                window.append(self._expect(place + AHEAD))
+            if place + self._ahead < count:
+                window.append(self._expect(place + self._ahead))
         if previous is not None:
             self._finish(previous)
         for trainer, (data, message) in promised.items():
             self._compare(trainer, data, message)
-        while self._forwarded:
-            self._wire.wait(self._forwarded.popleft()[0])
+        self._forwarded.finish()
 
     def _source(self, place: int) -> int:
         return self._chain.before(self._wire.rank, self._course.steps[place][0])
@@ -138,15 +151,17 @@ class Landing:
 
     def _post_payload(self, arrival: _Arrival, nbytes: int, *, lands: bool) -> None:
         arrival.data = self._in_slot(arrival.piece) if lands else np.empty(nbytes, np.uint8)
-        if nbytes:
-            source = self._source(arrival.place)
+        source = self._source(arrival.place)
+        if self._lane is not None:
+            arrival.on_device, arrival.payload_message = self._lane.receive(arrival.place, nbytes, source)
+        elif nbytes:
             arrival.payload_message = self._wire.receive(arrival.data, source, payload_tag(arrival.place))
 
     def _finish(self, arrival: _Arrival) -> None:
         assert arrival.data is not None
         if arrival.payload_message is not None:
             self._wire.wait(arrival.payload_message)
-            self._forward(arrival.data, payload_tag(arrival.place))
+            self._pass_on(arrival, arrival.data)
         kind = arrival.header.kind if arrival.header else Kind.FULL
         checksum = piece_sum(self._land(arrival, arrival.data, kind), arrival.piece)
         if arrival.header:
@@ -188,12 +203,19 @@ class Landing:
             self._slot.view(part.image_bytes, part.nbytes)[:] = content[at : at + part.nbytes]
             at += part.nbytes
 
-    def _forward(self, data: Bytes, tag: int) -> None:
-        if self._next is None:
+    def _pass_on(self, arrival: _Arrival, data: Bytes) -> None:
+        """To the next relay; what has arrived on the device is brought to host memory beside that."""
+        if arrival.on_device is None:
+            self._forward(data, payload_tag(arrival.place))
             return
-        self._forwarded.append((self._wire.send(data, self._next, tag), data))
-        while len(self._forwarded) > FORWARDING:
-            self._wire.wait(self._forwarded.popleft()[0])
+        assert self._lane is not None
+        if self._next is not None:
+            self._forwarded.add(self._lane.send(arrival.place, arrival.on_device, self._next))
+        torch.from_numpy(data).copy_(arrival.on_device)
+
+    def _forward(self, data: Bytes, tag: int) -> None:
+        if self._next is not None:
+            self._forwarded.add(self._wire.send(data, self._next, tag), data)
 
 
 def delta_apply(target: Bytes, payload: Bytes) -> None:

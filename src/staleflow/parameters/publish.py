@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from staleflow.parameters.broadcast import Broadcast
+from staleflow.parameters.lane import LaneOffer
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.staging import Staging
 from staleflow.parameters.transports import Sent, Transport
@@ -99,12 +100,14 @@ class Publisher:
         timeout_s: float = 60.0,
         transport: Transport | None = None,
         trainer: int | None = None,
+        offer: LaneOffer | None = None,
     ) -> None:
         """Start the publishing thread; it meets the relays by itself and waits for them as long as it takes.
 
         `parameters` are (checkpoint name, tensor or DTensor sharded on dimension 0), kept by reference. `names` names
         the group's members in errors. `transport` replaces `broadcast` over `group`; then `trainer` is this rank's
-        number among the trainers. Raises ValueError when the parameters are not those of the manifest.
+        number among the trainers. Where all members make an `offer`, whole pieces go from GPU to GPU. Raises
+        ValueError when the parameters are not those of the manifest.
         """
         self._broadcast = partial(
             Broadcast,
@@ -118,7 +121,7 @@ class Publisher:
             if group is None:
                 raise ValueError("a publisher needs a group (transport broadcast) or a transport")
             trainer = list(trainer_ranks_in_group).index(group.rank())
-            transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names)
+            transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names, offer=offer)
         self.stats = PublishStats()
         self._on_done = on_done
         self._transport = transport
@@ -128,14 +131,19 @@ class Publisher:
         self._start()
 
     def regroup(
-        self, group: ProcessGroup, trainer_ranks_in_group: Sequence[int] = (0,), *, names: Sequence[str] = ()
+        self,
+        group: ProcessGroup,
+        trainer_ranks_in_group: Sequence[int] = (0,),
+        *,
+        names: Sequence[str] = (),
+        offer: LaneOffer | None = None,
     ) -> None:
         """After a loss: go on over a group without the lost member. What was staged last is published again, in full:
         this rank may be through with it while a relay behind the lost one is not.
         """
         self._transport.break_off()
         self._thread.join()
-        self._transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names)
+        self._transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names, offer=offer)
         self._state.failure = None
         self._state.version = self._staged
         self._start()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from staleflow.parameters.landing import Deltas, Landing
+from staleflow.parameters.lane import Lane, LaneOffer
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.rounds import Chain, Course, Round, decide, handshake, relay_row
 from staleflow.parameters.store import NodeStore
@@ -40,6 +41,7 @@ class Relay:
         names: Sequence[str] = (),
         timeout_s: float = 60.0,
         on_error: Callable[[BaseException], None] = lambda error: None,
+        offer: LaneOffer | None = None,
     ) -> None:
         """Start the relay's thread. `on_stored` and `on_error` are called from it (or from a watching one)."""
         self.manifest = manifest
@@ -51,6 +53,8 @@ class Relay:
         self._on_stored = on_stored
         self._on_error = on_error
         self._deltas = Deltas()
+        self._offer = offer
+        self._lane: Lane | None = None
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
 
@@ -73,7 +77,10 @@ class Relay:
 
     def _run(self) -> None:
         try:
-            course = handshake(self._wire, self._chain, self.manifest, None, 0)
+            course = handshake(self._wire, self._chain, self.manifest, None, 0, self._offer)
+            if course.lane and self._offer is not None:
+                self._lane = Lane(self._offer, self._wire, self._chain, course)
+                self.store.register_cuda()
             while (round_ := self._agree()) is not None:
                 self._store(course, round_)
         except StoppedError:
@@ -84,6 +91,8 @@ class Relay:
             self._fail(error)
             self._wire.break_off()
         finally:
+            if self._lane is not None:
+                self._lane.close()
             self.ended.set()
 
     def _agree(self) -> Round | None:
@@ -96,7 +105,9 @@ class Relay:
             self.store.forget(round_.version)
         base = self.store.newest()
         with self.store.writing(round_.version) as slot:
-            landing = Landing(self._wire, self._chain, course, slot, self._deltas, whole=round_.base is None)
+            whole = round_.base is None
+            lane = self._lane if whole else None  # deltas are short, and in host memory already
+            landing = Landing(self._wire, self._chain, course, slot, self._deltas, whole=whole, lane=lane)
             landing.run()
         self._deltas = Deltas(base, round_.version, landing.payloads)
         self._on_stored(round_.version, time.monotonic() - begin)

@@ -1,7 +1,7 @@
 """The words of the publish protocol that trainers and relays share.
 
-handshake, once      every member says its manifest's digest and, trainers, how they cut the model; each trainer's
-                     rows are then broadcast. Relays refuse to start unless the rows make up the whole model.
+handshake, once      every member says its manifest's digest and its GPU, and trainers how they cut the model; each
+                     trainer's rows are then broadcast. Relays refuse to start unless the rows make up the whole model.
 round, per version   agreement: trainers say (PUSH, version), relays (READY, the version they hold). Everybody decides
                      the same from the same rows. Then the pieces, in the order of `layout.schedule`, run down the
                      chain: trainer -> first relay -> second relay -> …  In a round of whole pieces each is one message,
@@ -22,6 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from staleflow.parameters.lane import LaneOffer, agreed_on
 from staleflow.parameters.layout import Piece, Rows, Shard, pieces_of, require_complete, schedule, shard_of
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.wire import ROW_WORDS, Wire
@@ -90,10 +91,14 @@ class Chain:
 
 @dataclass(frozen=True)
 class Course:
-    """What the handshake fixed: the pieces of a version, in order, each with its trainer's number."""
+    """What the handshake fixed: the pieces of a version, in order, each with its trainer's number.
+
+    `lane`: whether whole pieces go from GPU to GPU (`lane`).
+    """
 
     shards: tuple[Shard, ...]
     steps: tuple[tuple[int, Piece], ...]
+    lane: bool = False
 
     def mine(self, trainer: int) -> list[tuple[int, Piece]]:
         """(place in the order, piece) of one trainer."""
@@ -102,6 +107,10 @@ class Course:
     def sums_tag(self, trainer: int) -> int:
         """Tag of the message with the checksums of trainer number `trainer` (uint64, one a piece, in order)."""
         return 2 * len(self.steps) + trainer
+
+    def word_tag(self, place: int) -> int:
+        """Tag of a receiver's word that it has begun to receive a piece on the lane."""
+        return 2 * len(self.steps) + len(self.shards) + place
 
 
 def header_tag(place: int) -> int:
@@ -112,11 +121,18 @@ def payload_tag(place: int) -> int:
     return 2 * place + 1
 
 
-def handshake(wire: Wire, chain: Chain, manifest: Manifest, rows: Sequence[Rows] | None, bucket_bytes: int) -> Course:
+def handshake(
+    wire: Wire,
+    chain: Chain,
+    manifest: Manifest,
+    rows: Sequence[Rows] | None,
+    bucket_bytes: int,
+    offer: LaneOffer | None = None,
+) -> Course:
     """Exchange the cut of the model (`rows` of a trainer, None from a relay). The first collective of the group."""
     text = json.dumps([[r.entry, r.first, r.count] for r in rows or ()]).encode()
     digest = int(manifest.digest[:15], 16)
-    said = wire.agree([digest, len(text), bucket_bytes])
+    said = wire.agree([digest, len(text), bucket_bytes, offer.device_id if offer else 0])
     for name, row in zip(wire.names, said, strict=True):
         if row[0] != digest:
             raise ValueError(f"{name} has another model (names, shapes or dtype) than {wire.names[wire.rank]}")
@@ -127,7 +143,8 @@ def handshake(wire: Wire, chain: Chain, manifest: Manifest, rows: Sequence[Rows]
         shards.append(shard_of(manifest, [Rows(*part) for part in json.loads(data.tobytes())]))
     require_complete(manifest, shards)
     bucket = said[chain.trainers[0]][2]
-    return Course(tuple(shards), schedule([pieces_of(shard, bucket) for shard in shards]))
+    steps = schedule([pieces_of(shard, bucket) for shard in shards])
+    return Course(tuple(shards), steps, agreed_on([row[3] for row in said]))
 
 
 @dataclass(frozen=True)

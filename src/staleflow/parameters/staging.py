@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -56,6 +57,8 @@ class Staging:
         self.shard: Shard = shard_of(manifest, rows)
         self.device = _local(next(iter(tensors.values()))).device
         self.data = torch.zeros(self.shard.nbytes, dtype=torch.uint8, device=self.device)
+        # The publisher's own, so that what it copies and sends does not queue behind the training step.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._pairs = [
             (tensors[manifest.entries[part.entry].name], self._part(manifest, part, offset), offset)
             for part, offset in zip(self.shard.rows, self.shard.staging_offsets, strict=True)
@@ -124,21 +127,23 @@ class Staging:
 
         Waits until they have been snapshot; RuntimeError when that failed, TimeoutError when it takes too long.
         """
-        self._await(piece.staging_bytes + piece.nbytes)
-        data = self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
-        if self.device.type != "cuda":
+        data = self.part(piece)
+        if self.stream is None:
             return data.numpy()
         host = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=True)  # cached by torch: two or three in use
-        with torch.cuda.stream(self._stream()):
+        with self.on_stream():
             host.copy_(data, non_blocking=True)
-        self._stream().synchronize()
+        self.stream.synchronize()
         return host.numpy()
 
-    def _stream(self) -> torch.cuda.Stream:
-        """A stream of the publisher's own, so that its copies do not queue behind the training step."""
-        if not hasattr(self, "_own_stream"):
-            self._own_stream = torch.cuda.Stream(self.device)
-        return self._own_stream
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """For work of the publisher's thread on the device."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+
+    def part(self, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece where they are staged. Waits, and errors, as in `read`."""
+        self._await(piece.staging_bytes + piece.nbytes)
+        return self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

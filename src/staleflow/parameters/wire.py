@@ -16,7 +16,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,29 @@ class Message:
     what: str
     to: str
 
+    def finish(self, limit: timedelta) -> None:
+        """Until it is through; RuntimeError when it fails or takes longer than `limit`."""
+        self.work.wait(limit)
+
+
+class InFlight:
+    """Messages under way, at most `limit` of them, with the data that they need until they are through."""
+
+    def __init__(self, wire: Wire, limit: int) -> None:
+        self._wire, self._limit = wire, limit
+        self._messages: deque[tuple[Message, Any]] = deque()
+
+    def add(self, message: Message, data: Any = None) -> None:
+        """One more; waits for the oldest when they become too many. Errors as in `Wire.wait`."""
+        self._messages.append((message, data))
+        while len(self._messages) > self._limit:
+            self._wire.wait(self._messages.popleft()[0])
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._messages:
+            self._wire.wait(self._messages.popleft()[0])
+
 
 @dataclass
 class Agreement:
@@ -89,7 +113,8 @@ class Wire:
         self._group: Any = group
         self._on_lost = on_lost
         self._stopping = threading.Event()
-        self._pending: Message | None = None
+        self.broken = threading.Event()
+        self._pending = ""  # what is being waited for
         self._pending_since = 0.0
         self._watch = threading.Thread(target=self._suspect, name="publish-watch", daemon=True)
         self._watch.start()
@@ -104,6 +129,7 @@ class Wire:
         Gloo has no call for that, but closes a connection on which an operation has run out of time.
         """
         self._stopping.set()
+        self.broken.set()
         for rank in range(self.size):
             if rank != self.rank:
                 with contextlib.suppress(RuntimeError):
@@ -124,7 +150,7 @@ class Wire:
         mine = torch.zeros(ROW_WORDS, dtype=torch.int64)
         mine[: len(row)] = torch.tensor(list(row), dtype=torch.int64)
         rows = [torch.zeros(ROW_WORDS, dtype=torch.int64) for _ in range(self.size)]
-        work = self._attempt("agreement", lambda: self._group.allgather(rows, mine, IDLE_LIMIT))
+        work = self.attempt("agreement", lambda: self._group.allgather(rows, mine, IDLE_LIMIT))
         return Agreement(work, mine, rows, time.monotonic() + ASK_AFTER_S, ASK_AFTER_S)
 
     def poll(self, agreement: Agreement) -> list[list[int]] | None:
@@ -137,35 +163,41 @@ class Wire:
                     raise StoppedError("stopped while waiting for the publish group") from None
                 self._ask(agreement)
                 return None
-            self._attempt("agreement", agreement.work.wait)
+            self.attempt("agreement", agreement.work.wait)
         return [gathered.tolist() for gathered in agreement.rows]
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """Send `data` from `root` to all members (in place), within the time limit."""
         limit = timedelta(seconds=self.timeout_s)
         what = f"broadcast from {self.names[root]}"
-        self._attempt(what, lambda: self._group.broadcast(torch.from_numpy(data), root, limit).wait())
+        self.attempt(what, lambda: self._group.broadcast(torch.from_numpy(data), root, limit).wait())
 
     def send(self, data: Bytes, to: int, tag: int) -> Message:
         """Begin to send; `data` must stay as it is until `wait`."""
         what = f"sending {data.nbytes} bytes to {self.names[to]}"
         return Message(
-            self._attempt(what, lambda: self._group.send([torch.from_numpy(data)], to, tag)), what, self.names[to]
+            self.attempt(what, lambda: self._group.send([torch.from_numpy(data)], to, tag)), what, self.names[to]
         )
 
     def receive(self, data: Bytes, source: int, tag: int) -> Message:
         """Begin to receive into `data`; it is complete after `wait`."""
         what = f"receiving {data.nbytes} bytes from {self.names[source]}"
-        work = self._attempt(what, lambda: self._group.recv([torch.from_numpy(data)], source, tag))
+        work = self.attempt(what, lambda: self._group.recv([torch.from_numpy(data)], source, tag))
         return Message(work, what, self.names[source])
 
     def wait(self, message: Message) -> None:
         """Until the message is through; PeerLostError after `timeout_s` or when the other end is gone."""
-        self._pending, self._pending_since = message, time.monotonic()
+        with self.watching(message.what):
+            self.attempt(message.what, lambda: message.finish(timedelta(seconds=self.timeout_s)))
+
+    @contextlib.contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """When the block takes long, see whether everybody is still there, and report who is not (`on_lost`)."""
+        self._pending, self._pending_since = what, time.monotonic()
         try:
-            self._attempt(message.what, lambda: message.work.wait(timedelta(seconds=self.timeout_s)))
+            yield
         finally:
-            self._pending = None
+            self._pending = ""
 
     def lost(self) -> list[str]:
         """Names of the members whose connection is closed; asked by a one-byte message that nobody reads."""
@@ -187,7 +219,8 @@ class Wire:
             return False
         return True
 
-    def _attempt(self, what: str, operation: Callable[[], Any]) -> Any:
+    def attempt(self, what: str, operation: Callable[[], Any]) -> Any:
+        """What the operation returns; its RuntimeError becomes a PeerLostError."""
         try:
             return operation()
         except RuntimeError as error:
@@ -201,8 +234,8 @@ class Wire:
         """While a message hangs, look for dead members and report them before the time limit is reached."""
         while not self._stopping.wait(SUSPICION_S / 4):
             pending = self._pending
-            if pending is None or time.monotonic() - self._pending_since < SUSPICION_S:
+            if not pending or time.monotonic() - self._pending_since < SUSPICION_S:
                 continue
             if peers := self.lost():
-                self._on_lost(PeerLostError(f"{self.names[self.rank]}: {pending.what} hangs", peers))
+                self._on_lost(PeerLostError(f"{self.names[self.rank]}: {pending} hangs", peers))
                 return

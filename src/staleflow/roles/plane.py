@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.jobs import rings
+from staleflow.jobs.devices import cuda_index
 from staleflow.jobs.runtime import Job
 from staleflow.parameters.manifest import Manifest
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from staleflow.parameters.file import FileWatch
+    from staleflow.parameters.lane import LaneOffer
     from staleflow.parameters.publish import Publisher
     from staleflow.parameters.pull import Source
     from staleflow.parameters.transports import Transport
@@ -57,6 +61,7 @@ def publisher_of(job: Job, group: Any, parameters: Iterable[tuple[str, torch.Ten
         timeout_s=job.config.fault.collective_timeout_s,
         transport=_transport(job, group, manifest),
         trainer=job.plan.trainers.index(job.rank),
+        offer=lane_offer(job, 0, job.plan.publish),
     )
 
 
@@ -72,7 +77,32 @@ def source_of(job: Job, group: Any) -> Source:
 
     timeout_s, names = job.config.fault.collective_timeout_s, rings.names_of(job, job.plan.publish)
     trainers = range(len(job.plan.trainers))
-    return DirectSource(group, manifest_of(job), trainers, names=names, timeout_s=timeout_s)
+    offer = lane_offer(job, 0, job.plan.publish)
+    return DirectSource(group, manifest_of(job), trainers, names=names, timeout_s=timeout_s, offer=offer)
+
+
+def publish_name(generation: int) -> str:
+    """The publish group's name; a loss begins another generation."""
+    return f"publish-{generation}" if generation else "publish"
+
+
+def lane_offer(job: Job, generation: int, ranks: tuple[int, ...]) -> LaneOffer | None:
+    """What this rank offers the publish group of these `ranks`; None without a GPU.
+
+    A host has no GPU of its own: its relay uses that of the first rollout rank on its node, and a little memory.
+    """
+    import torch
+
+    from staleflow.parameters.lane import LaneOffer
+
+    if job.config.parameters.backend == "gloo" or not torch.cuda.is_available():
+        return None
+    there = job.plan.devices_of(job.me.node)
+    planned = job.me if job.me.role != "host" else next(rank for rank in there if rank.role == "rollout")
+    index = cuda_index(planned.device or 0, len(there), os.environ) % torch.cuda.device_count()
+    device_id = torch.cuda.get_device_properties(index).uuid.int % (1 << 63) or 1
+    group = partial(job.device_group, publish_name(generation), ranks)
+    return LaneOffer(torch.device("cuda", index), device_id, group)
 
 
 def pin(source: Source) -> None:
@@ -107,7 +137,9 @@ def _transport(job: Job, group: Any, manifest: Manifest) -> Transport | None:
 
             names, timeout_s = rings.names_of(job, job.plan.publish), job.config.fault.collective_timeout_s
             trainers = range(len(job.plan.trainers))
-            return Direct(group, manifest, trainers, _bucket_bytes(job), names=names, timeout_s=timeout_s)
+            offer = lane_offer(job, 0, job.plan.publish)
+            bucket_bytes = _bucket_bytes(job)
+            return Direct(group, manifest, trainers, bucket_bytes, names=names, timeout_s=timeout_s, offer=offer)
         case _:
             return None
 

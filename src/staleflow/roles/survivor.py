@@ -20,6 +20,7 @@ from staleflow.checkpoint import layout
 from staleflow.jobs.runtime import Job
 from staleflow.parameters.relay import Relay
 from staleflow.roles import messages as m
+from staleflow.roles import plane
 from staleflow.roles.host import Host
 from staleflow.roles.messages import Kind
 from staleflow.trajectories.spool import FrameKind, read_segment, segments_in
@@ -85,7 +86,7 @@ class Survivor:
         try:
             if self.relay is not None:
                 self.relay.abandon()
-            group = self._job.group(f"publish-{order.generation}", tuple(order.ranks))
+            group = self._job.group(plane.publish_name(order.generation), tuple(order.ranks))
             self.relay = self._start_relay(group, tuple(order.ranks), order.generation)
         except Exception as error:
             log.exception("no new publish group")

@@ -90,9 +90,10 @@ def _regrouping(job: Job, publisher: Any) -> Callable[[Regroup], None]:
 
     def regroup(order: Regroup) -> None:
         ranks = tuple(order.ranks)
-        group = job.group(f"publish-{order.generation}", ranks)
+        group = job.group(plane.publish_name(order.generation), ranks)
+        offer = plane.lane_offer(job, order.generation, ranks)
         trainers = range(len(job.plan.trainers))
-        publisher.regroup(group, trainer_ranks_in_group=trainers, names=rings.names_of(job, ranks))
+        publisher.regroup(group, trainer_ranks_in_group=trainers, names=rings.names_of(job, ranks), offer=offer)
 
     return regroup
 

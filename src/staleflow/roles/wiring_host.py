@@ -130,6 +130,7 @@ class _Node:
             names=rings.names_of(job, members),
             timeout_s=job.config.fault.collective_timeout_s,
             on_error=partial(self.host.on_relay_error, generation=generation),
+            offer=plane.lane_offer(job, generation, members),
         )
 
     def turn(self, inbox: Sequence[m.ToHost]) -> None:

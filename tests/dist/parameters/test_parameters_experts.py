@@ -14,6 +14,7 @@ from staleflow.parameters.file import File, FileSource
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.publish import Publisher
 from staleflow.parameters.pull import Puller
+from tests.moe import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("vllm")
@@ -47,20 +48,6 @@ def trainer_and_engine(context: Context, path: str) -> None:
     context.tell(gaps)
     publisher.close()
     engine.close()
-
-
-def make_model(path: str) -> torch.nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=96, moe_intermediate_size=64, num_experts=6, head_dim=32,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=1, bos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(path)
-    return model
 
 
 @torch.no_grad()

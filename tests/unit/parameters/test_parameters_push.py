@@ -6,21 +6,26 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from staleflow.parameters import delta, landing
+from staleflow.parameters.checksum import piece_sum, tensor_sum
 from staleflow.parameters.direct import Direct, DirectSource
 from staleflow.parameters.file import File, FileSource, FileWatch
 from staleflow.parameters.landing import CorruptPieceError
-from staleflow.parameters.layout import pieces_of
+from staleflow.parameters.lane import DeviceMessage, LaneOffer
+from staleflow.parameters.layout import Piece, Range, pieces_of
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.publish import Publisher, PublishError
 from staleflow.parameters.pull import Puller, PullError
@@ -33,6 +38,7 @@ SHAPES = [("embed", (40, 300)), ("bias", (5,)), ("scale", ()), ("head", (2000, 3
 MANIFEST = Manifest.from_shapes(SHAPES, "bfloat16")
 BUCKET = 1 << 18
 NAMES = ("trainer", "relay 1", "relay 2")
+CUDA = torch.device("cuda")  # by name only
 
 
 def groups(size: int) -> list[dist.ProcessGroup]:
@@ -47,10 +53,31 @@ def model(dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, shape in SHAPES}
 
 
-class Net:
-    """One trainer and some relays with their stores."""
+class Lanes:
+    """Offers of a lane: Gloo and host memory stand for NCCL and GPUs. `opened` says who took part in one."""
 
-    def __init__(self, relays: int = 1, manifest: Manifest = MANIFEST, use_delta: bool = False) -> None:
+    def __init__(self, size: int) -> None:
+        self.opened: set[int] = set()
+        self._groups = groups(size)
+
+    def offer(self, rank: int, device_id: int | None = None) -> LaneOffer:
+        def group() -> dist.ProcessGroup:
+            self.opened.add(rank)
+            return self._groups[rank]
+
+        return LaneOffer(torch.device("cpu"), rank + 1 if device_id is None else device_id, group)
+
+
+class Net:
+    """One trainer and some relays with their stores; `offers` by group rank."""
+
+    def __init__(
+        self,
+        relays: int = 1,
+        manifest: Manifest = MANIFEST,
+        use_delta: bool = False,
+        offers: Sequence[LaneOffer | None] = (None,) * 3,
+    ) -> None:
         self.weights = model(manifest.entries[0].dtype)
         self.stored: list[int] = []
         names = NAMES[: relays + 1]
@@ -58,11 +85,11 @@ class Net:
         self.stores = [NodeStore.create(f"{token}-{i}", manifest) for i in range(relays)]
         first, *others = groups(relays + 1)
         self.relays = [
-            Relay(group, manifest, store, lambda version, seconds: self.stored.append(version), names=names)
-            for group, store in zip(others, self.stores, strict=True)
+            Relay(group, manifest, store, lambda version, _: self.stored.append(version), names=names, offer=offer)
+            for group, store, offer in zip(others, self.stores, offers[1:], strict=False)
         ]
         self.publisher = Publisher(
-            self.weights.items(), manifest, first, bucket_bytes=BUCKET, delta=use_delta, names=names
+            self.weights.items(), manifest, first, bucket_bytes=BUCKET, delta=use_delta, names=names, offer=offers[0]
         )
 
     def publish(self, version: int) -> None:
@@ -402,11 +429,18 @@ def test_file_transport(tmp_path) -> None:
         publisher.close()
 
 
-def test_direct_transport() -> None:
+@pytest.mark.parametrize("on_lane", [False, True])
+def test_direct_transport(on_lane: bool) -> None:
     weights = model()
     first, second, third = groups(3)
-    publisher = Publisher(weights.items(), MANIFEST, None, transport=Direct(first, MANIFEST, [0], BUCKET))
-    sources = [DirectSource(group, MANIFEST, [0]) for group in (second, third)]
+    lanes = Lanes(3)
+    offers = [lanes.offer(rank) if on_lane else None for rank in range(3)]
+    transport = Direct(first, MANIFEST, [0], BUCKET, offer=offers[0])
+    publisher = Publisher(weights.items(), MANIFEST, None, transport=transport)
+    sources = [
+        DirectSource(second, MANIFEST, [0], offer=offers[1]),
+        DirectSource(third, MANIFEST, [0], offer=offers[2]),
+    ]
     engines = [Collector(), Collector()]
     pullers = [Puller(source, engine) for source, engine in zip(sources, engines, strict=True)]
     with ThreadPoolExecutor(2) as pool:
@@ -419,6 +453,7 @@ def test_direct_transport() -> None:
     for source in sources:
         source.close()
     publisher.close()
+    assert lanes.opened == ({0, 1, 2} if on_lane else set())
 
 
 def test_direct_ends_although_nobody_takes_the_last_version() -> None:
@@ -433,6 +468,93 @@ def test_direct_ends_although_nobody_takes_the_last_version() -> None:
     publisher.close(deliver=False)
     assert publisher.failure is None and not publisher._thread.is_alive()
     source.close()
+
+
+@pytest.mark.parametrize("use_delta", [False, True])
+def test_whole_pieces_take_the_lane_where_everybody_offers_one(use_delta: bool) -> None:
+    lanes = Lanes(3)
+    with net(relays=2, use_delta=use_delta, offers=[lanes.offer(rank) for rank in range(3)]) as n:
+        for version, share in enumerate((0.5, 0.01, 0.9, 0.01)):
+            change(n.weights, share, version)
+            n.publish(version)
+            for store in n.stores:
+                engine = Collector()
+                assert Puller(store, engine).pull().version == version
+                assert same(engine.weights, n.weights), version
+                assert store.read().checksum_ok()
+    assert lanes.opened == {0, 1, 2}
+
+
+@pytest.mark.parametrize("ids", [(1, 0, 3), (1, 1, 3)], ids=["one without a GPU", "two on one GPU"])
+def test_without_a_gpu_for_each_member_nobody_takes_the_lane(ids: tuple[int, ...]) -> None:
+    lanes = Lanes(3)
+    with net(relays=2, offers=[lanes.offer(rank, device_id) for rank, device_id in enumerate(ids)]) as n:
+        n.publish(0)
+        engine = Collector()
+        Puller(n.stores[1], engine).pull(0)
+        assert same(engine.weights, n.weights)
+    assert lanes.opened == set()
+
+
+def test_a_relay_that_stops_in_the_lane_is_noticed_and_the_group_rebuilt_with_another_lane() -> None:
+    lanes, others = Lanes(2), Lanes(2)
+    with net(offers=[lanes.offer(0), lanes.offer(1)]) as n:
+        n.publish(0)
+        n.relays[0].abandon()
+        n.publisher.snapshot(1)
+        with pytest.raises(PublishError, match="lost: relay 1"):
+            n.publisher.wait_free(10)
+        first, second = groups(2)
+        n.relays[0] = Relay(second, MANIFEST, n.stores[0], names=NAMES[:2], offer=others.offer(1))
+        n.publisher.regroup(first, names=NAMES[:2], offer=others.offer(0))
+        engine = Collector()
+        assert Puller(n.stores[0], engine).pull(1, 20).version == 1
+        assert same(engine.weights, n.weights)
+    assert others.opened == {0, 1}
+
+
+@dataclass
+class OnGpu:
+    """What `DeviceMessage` asks of NCCL's work and of the tensor."""
+
+    completes: bool
+    device: torch.device = CUDA
+
+    def is_completed(self) -> bool:
+        return self.completes
+
+    def wait(self) -> None:
+        assert self.completes, "would block"
+
+
+def test_a_message_on_the_lane_ends_with_its_completion_the_time_limit_or_the_group() -> None:
+    broken = threading.Event()
+
+    def finish(completes: bool, limit_s: float) -> None:
+        work = OnGpu(completes)
+        DeviceMessage(work, "sending", "relay 1", work, broken.is_set).finish(timedelta(seconds=limit_s))
+
+    finish(True, 0.0)
+    with pytest.raises(RuntimeError, match="not through after"):
+        finish(False, 0.01)
+    broken.set()
+    with pytest.raises(RuntimeError, match="broken off"):
+        finish(False, 60.0)
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4), begin=st.integers(0, 9)
+)
+def test_a_piece_has_the_same_sum_as_a_tensor(ranges: list[tuple[int, int]], begin: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 200, dtype=np.uint8)
+    staged = begin
+    parts = []
+    for image, nbytes in ranges:
+        parts.append(Range(staged, image, nbytes))
+        staged += nbytes
+    piece = Piece(tuple(parts))
+    content = torch.from_numpy(data)[begin:staged]
+    assert tensor_sum(content, piece) == piece_sum(content.numpy(), piece)
 
 
 def test_a_delta_that_does_not_pay_is_none() -> None:
