@@ -167,13 +167,13 @@ def trainer_that_stops_in_the_middle(context: Context, relays: list[int], how: i
 
     put, count = Broadcast._put_payload, 0
 
-    def struck(self, place: int, payload) -> int:
+    def struck(self, *payload: object) -> int:
         nonlocal count
         count += 1
         if count > PIECES + 3:
             context.signal("stalled")
             os.kill(os.getpid(), how)
-        return put(self, place, payload)
+        return put(self, *payload)
 
     Broadcast._put_payload = struck
     trainer(context, "g", relays, 7, 8)
