@@ -4,6 +4,9 @@ Sweeps the number of running trajectories and their context lengths. Each point 
 drawn at random, and counts with the lower quartile of its steps: what other programs take away is not the instance's.
 With `--shared` it counts with their mean: for instances that share their cores, and are measured together. Prefill is
 what the first tokens of new requests take beyond a decode step. One process, tensor-parallel 1.
+
+`staleflow calibrate RUN…`: nothing is measured; the cost model is fitted to what the traces of these runs say of their
+instances (`simulation.traced`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from staleflow.coordination.calibrate import Calibration, DecodeSample, PrefillS
 from staleflow.engines.base import Engine, Request
 from staleflow.engines.vllm import VllmEngine, VllmSettings, environment
 from staleflow.jobs import preflight
+from staleflow.simulation.config import StudyError
+from staleflow.simulation.traced import calibrated
 
 STEPS = 6  # decode steps per visit
 WARM_STEPS = 2
@@ -33,24 +38,31 @@ PREFILL_STEPS = 8  # at most, until all prompts of a point are computed
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="staleflow calibrate", description="Measure the cost model of an instance.")
-    parser.add_argument("config")
+    parser.add_argument("config", help="a TOML file, or folders of runs")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--out", type=Path, default=Path("cost_model.toml"))
     parser.add_argument("--shared", action="store_true", help="count what other programs take away, too")
-    parsed = parser.parse_args(argv)
+    parsed = parser.parse_intermixed_args(argv)
     try:
-        config = load(parsed.config, parsed.overrides)
-        preflight.check(config)
-    except ConfigError as error:
+        if Path(parsed.config).is_dir():
+            result = calibrated([Path(run) for run in (parsed.config, *parsed.overrides)])
+        else:
+            result = _measured(parsed)
+    except (ConfigError, StudyError) as error:
         parser.exit(2, f"staleflow: {error}\n")
-    engine = _engine(config)
-    try:
-        result = fit(*measure(engine, config, parsed.shared), source=f"staleflow calibrate {parsed.config}")
-    finally:
-        engine.close()
     parsed.out.write_text(tomli_w.dumps(asdict(result.model)))
     print(report(result, parsed.out))
     return 0
+
+
+def _measured(parsed: argparse.Namespace) -> Calibration:
+    config = load(parsed.config, parsed.overrides)
+    preflight.check(config)
+    engine = _engine(config)
+    try:
+        return fit(*measure(engine, config, parsed.shared), source=f"staleflow calibrate {parsed.config}")
+    finally:
+        engine.close()
 
 
 def report(result: Calibration, out: Path) -> str:

@@ -1,8 +1,9 @@
 """A real run again in virtual time: the same trajectories, fleet and policy; how far apart are the two?
 
-What is taken from the run: its config, the length of every trajectory (from its traces), and the seconds that training,
-publishing and pulling took on the mean. How fast its instances decode is the cost model's word. What the simulator adds
-is everything in between, so that the ratio of the throughputs is its error.
+What is taken from the run: its config, the length of every trajectory and how long a Pull held an instance up (from its
+traces), and the seconds that training and publishing took on the mean. How fast its instances decode is the cost
+model's word (`staleflow calibrate RUN` fits one to a run's own traces). What the simulator adds is everything in
+between, so that the ratio of the throughputs is its error.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from staleflow.coordination.cost_model import CostModel, load_cost_model
 from staleflow.coordination.types import EVAL_GROUP_BASE
 from staleflow.observe.metrics import read_metrics
 from staleflow.observe.spans import TRAJECTORIES
-from staleflow.observe.trace import read_traces
+from staleflow.observe.trace import RankTrace, read_traces
 from staleflow.simulation.config import Costs, Fleet, Run, Staleness, Study, StudyError, Variant, Workload
+from staleflow.simulation.traced import pull_pause_s
 from staleflow.simulation.workload import IntArray
 from staleflow.simulation.world import World
 from staleflow.trajectories.schema import group_and_member
@@ -65,7 +67,11 @@ class RecordedLengths:
 
 def recorded_lengths(run_dir: Path) -> dict[tuple[int, int], int]:
     """{(group, member): response tokens} of what the run finished, evaluation apart. Raises StudyError: no trace."""
-    pieces = (piece.args for trace in read_traces(run_dir) for piece in trace.on(TRAJECTORIES))
+    return _lengths(run_dir, read_traces(run_dir))
+
+
+def _lengths(run_dir: Path, traces: Sequence[RankTrace]) -> dict[tuple[int, int], int]:
+    pieces = (piece.args for trace in traces for piece in trace.on(TRAJECTORIES))
     found = {group_and_member(args["tid"]): args["tokens"] for args in pieces if args.get("finish")}
     found = {key: tokens for key, tokens in found.items() if key[0] < EVAL_GROUP_BASE}
     if not found:
@@ -87,8 +93,9 @@ def replay(run_dir: Path, cost_model: Path | None = None, seed: int = 0) -> Fide
             f"{run_dir}: {len(lines)} steps; more than {warmup} are needed, the first ones are not measured"
         )
     cost = _cost(config, cost_model)
-    study = _study(config, lines, warmup)
-    lengths = RecordedLengths(recorded_lengths(run_dir), config.members)
+    traces = read_traces(run_dir)
+    study = _study(config, lines, warmup, pull_pause_s(traces))
+    lengths = RecordedLengths(_lengths(run_dir, traces), config.members)
     variant = Variant(name=config.coordination.policy, policy=config.coordination.policy)
     out = World(study, cost, variant, config.staleness.eta, seed, lengths=lengths).run()
     measured = lines[warmup:]
@@ -101,11 +108,11 @@ def _cost(config: Config, path: Path | None) -> CostModel:
         return CostModel(0.0, config.rollout.step_ms / 1000, 0.0, 0.0, source="the scripted engine")
     chosen = path or config.coordination.cost_model
     if chosen is None:
-        raise StudyError("no cost model: measure one with `staleflow calibrate`, and name it with --cost-model")
+        raise StudyError("no cost model: fit one with `staleflow calibrate RUN`, and name it with --cost-model")
     return load_cost_model(chosen)
 
 
-def _study(config: Config, lines: Sequence[dict[str, Any]], warmup: int) -> Study:
+def _study(config: Config, lines: Sequence[dict[str, Any]], warmup: int, pull_s: float) -> Study:
     rollout, staleness, coordination = config.rollout, config.staleness, config.coordination
     kv_tokens = SCRIPTED_KV_TOKENS if rollout.engine == "scripted" else rollout.kv_cache_tokens or 1 << 40
     fleet = Fleet(
@@ -117,7 +124,7 @@ def _study(config: Config, lines: Sequence[dict[str, Any]], warmup: int) -> Stud
     )
     costs = Costs(
         command_s=MESSAGE_S,
-        pull_s=_mean(lines, "pull_s"),
+        pull_s=pull_s,
         push_s=_mean(lines, "publish_s"),
         reward_s=MESSAGE_S,
         train_s=_mean(lines[warmup:], "train_s"),
