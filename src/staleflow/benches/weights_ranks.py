@@ -79,32 +79,48 @@ def trainer(setup: Setup) -> None:
     meeting = Meeting(setup, TRAINER)
     weights = random_weights(setup.manifest)
     results: dict[str, Any] = {"raw": [], "per_parameter": [], "copy": []}
-    if setup.limits:
-        _measure_limits(setup, meeting, [weights.flat.numpy()], results)
-    _publish(setup, meeting, weights, "full", [1.0] * setup.repeats)
+    limits = Limits(meeting, [weights.flat.numpy()], results).turn if setup.limits else _nothing
+    _publish(setup, meeting, weights, "full", [1.0] * setup.repeats, limits)
     _publish(setup, meeting, weights, "delta", [1.0, *(share for share in setup.shares for _ in range(setup.repeats))])
     meeting.store.wait([f"done {rank}" for rank in range(HOST, setup.ranks)], TIMEOUT)  # the store lives here
     print(json.dumps(results))
 
 
-def _measure_limits(setup: Setup, meeting: Meeting, images: list[np.ndarray], results: dict[str, Any]) -> None:
+class Limits:
     """Both ends: the image in one broadcast, then one broadcast per parameter; from and into the memory of a push.
 
-    The trainer also copies the image once more, as a snapshot does, without anything else going on.
+    The trainer also copies the image once more, as a snapshot does, without anything else going on. One turn before
+    each push, so that a machine that becomes slower does so for both.
     """
-    raw = meeting.group("raw")
-    staging = torch.empty(setup.manifest.nbytes, dtype=torch.uint8)
-    for turn in range(setup.repeats):
-        memory = images[turn % len(images)]
+
+    def __init__(self, meeting: Meeting, images: list[np.ndarray], results: dict[str, Any]) -> None:
+        self._meeting, self._images, self._results = meeting, images, results
+        self._group = meeting.group("raw")
+        self._staging = torch.empty(meeting.setup.manifest.nbytes, dtype=torch.uint8)
+
+    def turn(self, version: int) -> None:
+        meeting, memory = self._meeting, self._images[version % len(self._images)]  # the slot of that version
         if meeting.rank == TRAINER:
-            results["copy"].append(seconds(partial(staging.copy_, torch.from_numpy(memory))))
+            self._results["copy"].append(seconds(partial(self._staging.copy_, torch.from_numpy(memory))))
         meeting.barrier()
-        results["raw"].append(seconds(partial(_broadcast_whole, raw, memory)))
+        self._results["raw"].append(seconds(partial(_broadcast_whole, self._group, memory)))
         meeting.barrier()
-        results["per_parameter"].append(seconds(partial(send_each, raw, setup.manifest, memory)))
+        each = partial(send_each, self._group, meeting.setup.manifest, memory)
+        self._results["per_parameter"].append(seconds(each))
 
 
-def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares: list[float]) -> None:
+def _nothing(version: int) -> None:
+    """No limits are measured."""
+
+
+def _publish(
+    setup: Setup,
+    meeting: Meeting,
+    weights: Weights,
+    mode: str,
+    shares: list[float],
+    limits: Callable[[int], None] = _nothing,
+) -> None:
     publisher = Publisher(
         weights.tensors.items(), setup.manifest, meeting.group(mode),
         bucket_bytes=setup.bucket_bytes, delta=mode == "delta", timeout_s=TIMEOUT.total_seconds(),
@@ -112,6 +128,7 @@ def _publish(setup: Setup, meeting: Meeting, weights: Weights, mode: str, shares
     for version, share in enumerate(shares):
         if share < 1:
             weights.change(share, version)
+        limits(version)
         meeting.barrier()
         begin, cpu, sent = time.monotonic(), time.process_time(), publisher.stats.sent_bytes
         publisher.snapshot(version)
@@ -149,10 +166,9 @@ def host(setup: Setup) -> None:
     meeting = Meeting(setup, HOST)
     store = NodeStore.create(f"{setup.token}-store", setup.manifest)
     results: dict[str, Any] = {"raw": [], "per_parameter": [], "pushes": []}
-    if setup.limits:
-        _measure_limits(setup, meeting, store._images, results)
-    for mode, count in (("full", setup.repeats), ("delta", 1 + setup.repeats * len(setup.shares))):
-        _store_versions(setup, meeting, store, mode, count, results["pushes"])
+    limits = Limits(meeting, store._images, results).turn if setup.limits else _nothing
+    _store_versions(setup, meeting, store, "full", setup.repeats, results["pushes"], limits)
+    _store_versions(setup, meeting, store, "delta", 1 + setup.repeats * len(setup.shares), results["pushes"])
     meeting.store.set("store", "1")
     for readers in setup.readers:
         meeting.store.wait([f"read {readers}"], TIMEOUT)
@@ -162,7 +178,13 @@ def host(setup: Setup) -> None:
 
 
 def _store_versions(
-    setup: Setup, meeting: Meeting, store: NodeStore, mode: str, count: int, out: list[dict[str, Any]]
+    setup: Setup,
+    meeting: Meeting,
+    store: NodeStore,
+    mode: str,
+    count: int,
+    out: list[dict[str, Any]],
+    limits: Callable[[int], None] = _nothing,
 ) -> None:
     stored: queue.Queue[float] = queue.Queue()
     relay = Relay(
@@ -171,6 +193,7 @@ def _store_versions(
         on_error=lambda error: os._exit(1),
     )  # fmt: skip
     for version in range(count):
+        limits(version)
         meeting.barrier()
         cpu = time.process_time()
         at = stored.get(timeout=TIMEOUT.total_seconds())
