@@ -7,6 +7,11 @@
 #include "crc32c.h"
 
 namespace staleflow {
+namespace {
+
+constexpr uint64_t kNoSequence = UINT64_MAX;  // numbers begin at 1 and never come this far; its successor would be 0
+
+}  // namespace
 
 // ---------------------------------------------------------------- producer
 
@@ -174,7 +179,7 @@ bool Ring::next(RecordView* out) {
       cursor_ = end;
       continue;
     }
-    if (expected_sequence_ && record.sequence != expected_sequence_)
+    if (record.sequence == kNoSequence || (expected_sequence_ && record.sequence != expected_sequence_))
       corrupt("record " + std::to_string(record.sequence) + " where " + std::to_string(expected_sequence_) + " belongs");
     expected_sequence_ = record.sequence + 1;
     cursor_ = end;

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.trajectories.ring import Ring, RingClosed, RingCorrupt, RingError, RingFull, segment_name
 
-from .conftest import RUN_ID
+from .conftest import RUN_ID, crc32c
 
 Pair = Callable[..., tuple[Ring, Ring]]
 HEADER = 64
@@ -234,6 +234,16 @@ def test_a_record_out_of_turn(pair: Pair) -> None:
     consumer.peek(1)
     os.pwrite(producer.fileno(), bytes(producer.data[256:320]), 4096 + 128)  # the third where the second belongs
     with pytest.raises(RingCorrupt, match="record 3 where 2 belongs"):
+        consumer.peek(1)
+
+
+def test_a_record_numbered_beyond_all_is_corruption_not_misuse(pair: Pair) -> None:
+    """Its successor would be number 0, which `release` would have taken for the caller's mistake."""
+    producer, consumer = pair(CAPACITY)
+    producer.push(1, b"payload")
+    checked = struct.pack("<QIIQQQ", 7, 1, 0, 2**64 - 1, 0, 0)
+    os.pwrite(producer.fileno(), checked + struct.pack("<I", crc32c(checked)), len(producer.header))
+    with pytest.raises(RingCorrupt, match="record 18446744073709551615"):
         consumer.peek(1)
 
 

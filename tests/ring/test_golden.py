@@ -9,7 +9,7 @@ from collections.abc import Callable
 from staleflow.trajectories.arena import Arena
 from staleflow.trajectories.ring import Ring
 
-from .conftest import RUN_ID, unique_name
+from .conftest import RUN_ID, crc32c, unique_name
 
 
 def test_identity_of_a_ring(make_ring: Callable[..., Ring]) -> None:
@@ -77,12 +77,3 @@ def test_identity_of_an_arena() -> None:
 
 def test_crc_is_castagnoli() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF

@@ -82,19 +82,21 @@ class Broadcast(Grouped):
     def _send_whole(self, pieces: Sequence[tuple[int, Piece]], flying: InFlight) -> int:
         """P0 P1 P2 …, then the checksums of all.
 
-        On the CPU all pieces are summed first, right behind the snapshot: that takes a core little, and sending beside
-        the snapshot would take its core away where there are few. From a GPU a piece is summed while it travels.
+        While the snapshot is being copied, pieces are only summed, right behind it: sending beside it would take its
+        core away where there are few. Once it is complete all are sent, and those left are summed while they travel.
         """
         _, staging = self._opened()
-        on_cpu = staging.device.type != "cuda"
-        sums = [piece_sum(staging.read(piece), piece) for _, piece in pieces] if on_cpu else []
+        sums: list[int] = []
+        while not staging.complete and len(sums) < len(pieces):
+            piece = pieces[len(sums)][1]
+            sums.append(piece_sum(staging.read(piece), piece))
         sent = 0
-        for place, piece in pieces:
+        for number, (place, piece) in enumerate(pieces):
             content = staging.read(piece)
             sent += self._put_payload(place, content, flying)
             if self._previous:
                 self._previous.replace(staging, piece, encode=False)
-            if not on_cpu:
+            if number >= len(sums):
                 sums.append(piece_sum(content, piece))
         self._put_sums(sums, flying)
         return sent

@@ -111,6 +111,11 @@ class Staging:
             if filled >= self._awaited:
                 self._moved.notify_all()
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of the version has been snapshot (on a GPU: its copies have been queued)."""
+        return self._filled >= self.shard.nbytes
+
     def _await(self, filled: int) -> None:
         with self._moved:
             self._awaited = filled
