@@ -64,6 +64,12 @@ def _corrections(a: AlgorithmSettings, eta: int, engine_dtype: str | None, train
             f"algorithm.age_correction = 'none' with staleness.eta = {eta}: tokens of older versions are trained as if "
             "the present policy had sampled them; set 'truncate' or 'mask'"
         )
+    if a.proximal == "recompute" and a.updates_per_step == 1 and eta > 0:
+        yield (
+            f"algorithm.updates_per_step = 1 with proximal = 'recompute' and staleness.eta = {eta}: the policy is its "
+            "own proximal policy, no token is ever clipped, and the learning rate alone bounds how far old tokens push "
+            "it; set updates_per_step to 2 or more with a lower optimizer.lr, or proximal = 'engine'"
+        )
     if a.proximal != "engine" and engine_dtype != trainer_dtype and a.engine_correction == "none":
         yield (
             f"engine in {engine_dtype}, trainer in {trainer_dtype}: their log-probabilities differ at equal weights; "

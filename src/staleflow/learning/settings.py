@@ -86,6 +86,8 @@ class AlgorithmSettings:
     that sampled it), the *proximal* policy (what the ratio is clipped around) and the policy being trained.
     `proximal` "engine" clips around the behaviour policy itself (vanilla PPO); "recompute" takes the trainer's own
     log-probabilities before this step's first update; "interpolate" approximates them from the age of a token.
+    With "recompute" the clip bounds what the later updates of a step do, relative to its first: with
+    `updates_per_step` 1 every ratio is 1, and nothing is ever clipped.
 
     With a proximal policy of its own, each token is weighted by proximal / behaviour. Where the token's version is
     the trainer's, that ratio is nothing but the numerical gap of engine and trainer: `engine_correction` and

@@ -59,8 +59,10 @@ def test_an_unknown_model_is_no_shape(tmp_path):
         ({}, {"top_k": 50}, "rollout.top_k = 50"),
         ({}, {"stop": ("\n",)}, "ending is never trained"),
         ({"engine_correction": "truncate"}, {}, "without effect while algorithm.proximal = 'engine'"),
-        ({"proximal": "recompute"}, {}, "algorithm.age_correction = 'none' with staleness.eta = 2"),
-        ({"proximal": "recompute", "age_correction": "mask"}, {"engine_dtype": "bfloat16", "trainer_dtype": "float32"},
+        ({"proximal": "recompute", "updates_per_step": 2}, {}, "age_correction = 'none' with staleness.eta = 2"),
+        ({"proximal": "recompute", "age_correction": "mask"}, {}, "algorithm.updates_per_step = 1"),
+        ({"proximal": "interpolate", "age_correction": "mask"},
+         {"engine_dtype": "bfloat16", "trainer_dtype": "float32"},
          "set algorithm.engine_correction = 'truncate'"),
         ({"loss": "gspo"}, {}, "GSPO's objective is the mean over sequences"),
     ],
@@ -76,7 +78,7 @@ def test_the_demo_and_synchronous_training_are_unbiased():
 
 
 def test_rounding_on_the_way_to_the_engine_counts():
-    decoupled = ["algorithm.proximal=recompute", "algorithm.age_correction=mask"]
+    decoupled = ["algorithm.proximal=recompute", "algorithm.age_correction=mask", "algorithm.updates_per_step=2"]
     assert warnings_of(load("configs/demo.toml", decoupled)) == []
     (warning,) = warnings_of(load("configs/demo.toml", [*decoupled, "parameters.wire_dtype=bfloat16"]))
     assert "engine in bfloat16, trainer in float32" in warning

@@ -116,6 +116,21 @@ def test_several_updates_clip_around_the_policy_before_the_first(tiny_model, tra
     assert metrics["clip_fraction"] == 0
 
 
+def test_the_recomputed_policy_clips_nothing_in_the_first_update_and_something_in_the_next(tiny_model, trajectories):
+    """One update a step is what vanilla would do with its clip taken away: no bound but the learning rate."""
+    uncapped = {"engine_correction": "truncate", "engine_cap": 1e9, "age_correction": "truncate", "age_cap": 1e9}
+    decoupled = {"loss": "decoupled", "proximal": "recompute", **uncapped}
+    one = trainer_for(tiny_model, **decoupled)
+    assert step(one, trajectories)["clip_fraction"] == 0
+    open_vanilla = trainer_for(tiny_model, clip_low=1.0, clip_high=1e9)
+    step(open_vanilla, trajectories)
+    for mine, theirs in zip(one.optimizer.state.values(), open_vanilla.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(mine["exp_avg"].full_tensor(), theirs["exp_avg"].full_tensor(), rtol=1e-4, atol=1e-7)
+    two = trainer_for(tiny_model, lr=1e-2, updates_per_step=2, **decoupled)
+    parts = [pack(trajectories[:3], ADVANTAGES[:3]), pack(trajectories[3:], ADVANTAGES[3:])]
+    assert two.train_step(4, parts, totals_of(parts))["clip_fraction"] > 0
+
+
 def test_too_few_micro_batches_for_the_updates_are_refused(tiny_model, trajectories):
     trainer = trainer_for(tiny_model, updates_per_step=3)
     with pytest.raises(ValueError, match=r"at least algorithm\.updates_per_step = 3"):
