@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ from staleflow.jobs.security import private_directory
 from staleflow.observe.logs import attempt_dir, next_attempt
 
 PR_SET_PDEATHSIG = 1
-NCCL_LIMIT = timedelta(days=7)  # torch's watchdog ends the process at its own limit, without a word to the others
 
 
 class StartError(RuntimeError):
@@ -83,9 +82,12 @@ class Job:
         import torch.distributed as dist
 
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = NCCL_LIMIT
+        options._timeout = self.timeout  # of `abort`
         store = dist.PrefixStore(f"lane/{name}", self.store.clone())
-        return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
+        # torch's watchdog ends the process a minute after a peer's connection broke, and tells all others of the job to
+        # end too. A group that waits blockingly has none; torch reads that from the environment, when it makes a group.
+        with _set("TORCH_NCCL_BLOCKING_WAIT", "1"):
+            return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
 
     def enter_role_world(self, ranks: tuple[int, ...], device: int) -> None:
         """Make `ranks` this process's default group: FSDP2 and vLLM both take the default group for their own world."""
@@ -149,6 +151,20 @@ class Job:
         if there["host"] != self.nodes_of[self.rank]["host"]:
             return True
         return process_alive(there["pid"], there["start"])
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    """An environment variable for a moment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def process_alive(pid: int, start: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from staleflow.jobs import rings
 from staleflow.jobs.devices import cuda_index
@@ -100,9 +101,14 @@ def lane_offer(job: Job, generation: int, ranks: tuple[int, ...]) -> LaneOffer |
     there = job.plan.devices_of(job.me.node)
     planned = job.me if job.me.role != "host" else next(rank for rank in there if rank.role == "rollout")
     index = cuda_index(planned.device or 0, len(there), os.environ) % torch.cuda.device_count()
-    device_id = torch.cuda.get_device_properties(index).uuid.int % (1 << 63) or 1
+    device_id = gpu_number(torch.cuda.get_device_properties(index).uuid)
     group = partial(job.device_group, publish_name(generation), ranks)
     return LaneOffer(torch.device("cuda", index), device_id, group)
+
+
+def gpu_number(uuid: Any) -> int:
+    """A GPU's UUID as an int64 that is not 0. torch's own class for it has no numeric form, only its text."""
+    return UUID(str(uuid)).int % (1 << 63) or 1
 
 
 def pin(source: Source) -> None:
