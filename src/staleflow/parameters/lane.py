@@ -84,6 +84,8 @@ class Lane:
         self._stream = stream
         self._group: Any = offer.group()
         self._words = InFlight(wire, LANE_AHEAD)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with device 0, where a context would cost memory
         self._meet()
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -100,8 +102,8 @@ class Lane:
         """Begin to receive a piece, and tell `source` so; the uint8 tensor [nbytes] is complete after `Wire.wait`."""
         with self.on_stream():
             data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        message, word = self._receive(data, source), np.zeros(1, np.uint8)
-        self._words.add(self._wire.send(word, source, self._course.word_tag(place)), word)
+        message = self._receive(data, source)
+        self._say(place, source)
         return data, message
 
     def close(self) -> None:
@@ -115,17 +117,24 @@ class Lane:
     def _meet(self) -> None:
         """One byte over every link of the chain: NCCL connects two members when they first have something to say.
 
-        In an order that cannot lock: a relay has met all before it when it turns to the one behind it.
+        In an order that cannot lock: a relay has met all before it when it turns to the one behind it. And only once
+        the other end has said that it has a GPU to meet with: nothing ends NCCL's wait for one that never comes.
         """
         me, chain = self._wire.rank, self._chain
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        place = len(self._course.steps)
         if me in chain.trainers:
-            self._wire.wait(self._send(token, chain.relays[0]))
+            self._wire.wait(self.send(place, token, chain.relays[0]))
             return
         for source in dict.fromkeys(chain.before(me, trainer) for trainer in range(len(chain.trainers))):
+            self._say(place, source)
             self._wire.wait(self._receive(token, source))
         if (behind := chain.after(me)) is not None:
-            self._wire.wait(self._send(token, behind))
+            self._wire.wait(self.send(place, token, behind))
+
+    def _say(self, place: int, source: int) -> None:
+        word = np.zeros(1, np.uint8)
+        self._words.add(self._wire.send(word, source, self._course.word_tag(place)), word)
 
     def _send(self, data: torch.Tensor, to: int) -> Message:
         what = f"sending {data.nbytes} bytes to {self._wire.names[to]} (NCCL)"

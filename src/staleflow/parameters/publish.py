@@ -137,12 +137,15 @@ class Publisher:
         *,
         names: Sequence[str] = (),
         offer: LaneOffer | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         """After a loss: go on over a group without the lost member. What was staged last is published again, in full:
-        this rank may be through with it while a relay behind the lost one is not.
+        this rank may be through with it while a relay behind the lost one is not. Raises PublishError.
         """
         self._transport.break_off()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise PublishError(f"the old publish group has not let go within {timeout_s:.0f} s")
         self._transport = self._broadcast(group, trainers=trainer_ranks_in_group, names=names, offer=offer)
         self._state.failure = None
         self._state.version = self._staged

@@ -513,6 +513,33 @@ def test_a_relay_that_stops_in_the_lane_is_noticed_and_the_group_rebuilt_with_an
     assert others.opened == {0, 1}
 
 
+def test_a_relay_without_its_gpu_in_the_end_leaves_nobody_waiting_in_the_lane() -> None:
+    """As when there is no memory left for a context there: the trainer must not wait where nothing can end it."""
+    lanes = Lanes(2)
+    theirs = lanes.offer(1)
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    with net(offers=[lanes.offer(0), LaneOffer(theirs.device, theirs.device_id, fails)]) as n:
+        n.publisher.snapshot(0)
+        with pytest.raises(PublishError, match=r"receiving 1 bytes from relay 1: .*lost: relay 1"):
+            n.publisher.wait_free(20)
+        assert "out of memory" in str(n.relays[0].failure)
+
+
+def test_a_publisher_that_does_not_let_go_of_its_group_does_not_hold_up_regroup() -> None:
+    leave = threading.Event()
+    with net() as n:
+        n.publish(0)
+        n.publisher._on_done = lambda sent: leave.wait(20)  # stands for a wait that nothing ends
+        n.publisher.snapshot(1)
+        n.publisher.wait_free(20)
+        with pytest.raises(PublishError, match="has not let go"):
+            n.publisher.regroup(groups(1)[0], timeout_s=0.1)
+        leave.set()
+
+
 @dataclass
 class OnGpu:
     """What `DeviceMessage` asks of NCCL's work and of the tensor."""
