@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from staleflow.trajectories.ring import SEGMENT_PREFIX
+
 LINK_BYTES_S = 250e6
 SHARES = [0.001, 0.01, 0.1]
 BUCKET_BYTES = 64 << 20
@@ -106,7 +108,8 @@ def shapes_of(nbytes: int) -> list[tuple[str, list[int]]]:
 
 def _setup(mb: int, readers: list[int], repeats: int, address: str = "127.0.0.1", **changes: Any) -> dict[str, Any]:
     return {
-        "address": address, "port": _free_port(), "token": f"staleflow-bench-{os.getpid()}-{mb}",
+        "address": address, "port": _free_port(),
+        "token": f"{SEGMENT_PREFIX}-{os.getuid()}-bench-{os.getpid()}-{mb}",  # `doctor --reap` knows it
         "shapes": shapes_of(mb * 10**6), "readers": readers, "shares": SHARES, "repeats": repeats,
         "bucket_bytes": BUCKET_BYTES, "limits": True,
     } | changes  # fmt: skip
