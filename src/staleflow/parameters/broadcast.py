@@ -27,7 +27,7 @@ from staleflow.parameters.rounds import (
     payload_tag,
     trainer_row,
 )
-from staleflow.parameters.staging import Staging
+from staleflow.parameters.staging import Staging, on_stream
 from staleflow.parameters.transports import Sent
 from staleflow.parameters.wire import InFlight
 
@@ -108,7 +108,7 @@ class Broadcast(Grouped):
         for place, piece in pieces:
             content = staging.part(piece)
             flying.add(lane.send(place, content, self.chain.relays[0]))
-            with lane.on_stream():
+            with on_stream(staging.stream):
                 sums.append(tensor_sum(content, piece))
             if self._previous:
                 self._previous.replace(staging, piece, encode=False)
@@ -174,7 +174,7 @@ class Previous:
         assert self._data is not None, "begin() comes first"
         part = slice(piece.staging_bytes, piece.staging_bytes + piece.nbytes)
         new, old = staging.data[part], self._data[part]
-        with staging.on_stream():
+        with on_stream(staging.stream):
             payload = self._delta.encode(new, old) if encode else None
             if payload is None or old.device.type != "cpu":
                 old.copy_(new)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from staleflow.parameters.grouped import Grouped
-from staleflow.parameters.lane import LANE_AHEAD, Lane, LaneOffer
+from staleflow.parameters.lane import LANE_AHEAD, Lane, LaneOffer, open_lane
 from staleflow.parameters.layout import Piece, Range
 from staleflow.parameters.manifest import Entry, Manifest
 from staleflow.parameters.rounds import Chain, Course, decide, handshake, relay_row, trainer_row
@@ -87,8 +87,7 @@ class DirectSource:
         """The version that the trainers offer now; None while they have none (waits a moment for one)."""
         if self._course is None:
             self._course = handshake(self._wire, self._chain, self.manifest, None, 0, self._offer)
-            if self._course.lane and self._offer is not None:
-                self._lane = Lane(self._offer, self._wire, self._chain, self._course)
+            self._lane = open_lane(self._offer, self._wire, self._chain, self._course)
         if self._offered is None:
             self._offered = self._poll()
         return self._offered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from staleflow.parameters.lane import Lane, LaneOffer
+from staleflow.parameters.lane import Lane, LaneOffer, open_lane
 from staleflow.parameters.layout import Rows
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.rounds import Chain, Course, end_row, handshake
@@ -44,8 +44,7 @@ class Grouped:
     def open(self, rows: tuple[Rows, ...], staging: Staging) -> None:
         self._staging = staging
         self._course = handshake(self.wire, self.chain, self.manifest, rows, self.bucket_bytes, self._offer)
-        if self._course.lane and self._offer is not None:
-            self._lane = Lane(self._offer, self.wire, self.chain, self._course, staging.stream)
+        self._lane = open_lane(self._offer, self.wire, self.chain, self._course, staging.stream)
 
     def stop(self) -> None:
         self.wire.stop()

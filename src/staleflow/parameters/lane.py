@@ -15,7 +15,6 @@ sender begins only when it has the receiver's word that it has begun: a trainer'
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from staleflow.parameters.staging import on_stream
 from staleflow.parameters.wire import InFlight, Message, Wire
 
 if TYPE_CHECKING:
@@ -88,10 +88,6 @@ class Lane:
             torch.cuda.set_device(self.device)  # a thread begins with device 0, where a context would cost memory
         self._meet()
 
-    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """For work on pieces: sums, copies and allocations belong on the lane's stream."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
-
     def send(self, place: int, data: torch.Tensor, to: int) -> Message:
         """Begin to send a piece once `to` is receiving it; `data` must stay as it is until `Wire.wait`."""
         word = np.empty(1, np.uint8)
@@ -100,7 +96,7 @@ class Lane:
 
     def receive(self, place: int, nbytes: int, source: int) -> tuple[torch.Tensor, Message]:
         """Begin to receive a piece, and tell `source` so; the uint8 tensor [nbytes] is complete after `Wire.wait`."""
-        with self.on_stream():
+        with on_stream(self._stream):
             data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         message = self._receive(data, source)
         self._say(place, source)
@@ -145,9 +141,17 @@ class Lane:
         return self._begin(what, source, data, lambda: self._group.recv([data], source, 0))
 
     def _begin(self, what: str, peer: int, data: torch.Tensor, operation: Callable[[], Any]) -> Message:
-        with self._wire.watching(what), self.on_stream():  # the first message to a member waits for it to connect
+        # Watched, since the first message to a member waits for it to connect.
+        with self._wire.watching(what), on_stream(self._stream):
             work = self._wire.attempt(what, operation)
         return DeviceMessage(work, what, self._wire.names[peer], data, self._wire.broken.is_set)
+
+
+def open_lane(
+    offer: LaneOffer | None, wire: Wire, chain: Chain, course: Course, stream: torch.cuda.Stream | None = None
+) -> Lane | None:
+    """This member's end, if the handshake agreed on a lane."""
+    return Lane(offer, wire, chain, course, stream) if offer is not None and course.lane else None
 
 
 def agreed_on(device_ids: list[int]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from staleflow.parameters.landing import Deltas, Landing
-from staleflow.parameters.lane import Lane, LaneOffer
+from staleflow.parameters.lane import Lane, LaneOffer, open_lane
 from staleflow.parameters.manifest import Manifest
 from staleflow.parameters.rounds import Chain, Course, Round, decide, handshake, relay_row
 from staleflow.parameters.store import NodeStore
@@ -78,8 +78,8 @@ class Relay:
     def _run(self) -> None:
         try:
             course = handshake(self._wire, self._chain, self.manifest, None, 0, self._offer)
-            if course.lane and self._offer is not None:
-                self._lane = Lane(self._offer, self._wire, self._chain, course)
+            self._lane = open_lane(self._offer, self._wire, self._chain, course)
+            if self._lane is not None:
                 self.store.register_cuda()
             while (round_ := self._agree()) is not None:
                 self._store(course, round_)

@@ -136,19 +136,20 @@ class Staging:
         if self.stream is None:
             return data.numpy()
         host = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=True)  # cached by torch: two or three in use
-        with self.on_stream():
+        with on_stream(self.stream):
             host.copy_(data, non_blocking=True)
         self.stream.synchronize()
         return host.numpy()
-
-    def on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """For work of the publisher's thread on the device."""
-        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
     def part(self, piece: Piece) -> torch.Tensor:
         """The bytes of a piece where they are staged. Waits, and errors, as in `read`."""
         self._await(piece.staging_bytes + piece.nbytes)
         return self.data[piece.staging_bytes : piece.staging_bytes + piece.nbytes]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """For work of a thread on the device: on `stream`, or (None) on the current one."""
+    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def publisher_of(job: Job, group: Any, parameters: Iterable[tuple[str, torch.Ten
         timeout_s=job.config.fault.collective_timeout_s,
         transport=_transport(job, group, manifest),
         trainer=job.plan.trainers.index(job.rank),
-        offer=lane_offer(job, 0, job.plan.publish),
+        offer=lane_offer(job, 0, job.plan.publish) if has_stores(job) else None,  # `direct` gets its own below
     )
 
 

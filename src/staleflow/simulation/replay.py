@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.config import Config, load
+from staleflow.config import Config
 from staleflow.coordination.cost_model import CostModel, load_cost_model
 from staleflow.coordination.types import EVAL_GROUP_BASE
 from staleflow.observe.metrics import read_metrics
 from staleflow.observe.spans import TRAJECTORIES
 from staleflow.observe.trace import RankTrace, read_traces
 from staleflow.simulation.config import Costs, Fleet, Run, Staleness, Study, StudyError, Variant, Workload
-from staleflow.simulation.traced import pull_pause_s
+from staleflow.simulation.traced import config_of, pull_pause_s
 from staleflow.simulation.workload import IntArray
 from staleflow.simulation.world import World
 from staleflow.trajectories.schema import group_and_member
@@ -84,9 +84,7 @@ def replay(run_dir: Path, cost_model: Path | None = None, seed: int = 0) -> Fide
 
     Raises StudyError: it is no run, it is too short, or there is no cost model for it.
     """
-    if not (run_dir / "config.toml").exists():
-        raise StudyError(f"{run_dir}: holds no config.toml; give the folder of a run")
-    config, lines = load(run_dir / "config.toml"), read_metrics(run_dir)
+    config, lines = config_of(run_dir), read_metrics(run_dir)
     warmup = config.staleness.eta + SETTLED
     if len(lines) <= warmup:
         raise StudyError(

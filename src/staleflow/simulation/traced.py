@@ -14,7 +14,7 @@ from statistics import mean
 
 import numpy as np
 
-from staleflow.config import load
+from staleflow.config import Config, load
 from staleflow.coordination.calibrate import Calibration, DecodeSample, fit
 from staleflow.observe.spans import GENERATE, MAIN, PULL, TRAJECTORIES
 from staleflow.observe.trace import RankTrace, read_traces
@@ -38,14 +38,19 @@ def calibrated(run_dirs: Sequence[Path]) -> Calibration:
     """
     samples: list[DecodeSample] = []
     for run_dir in run_dirs:
-        if not (run_dir / "config.toml").exists():
-            raise StudyError(f"{run_dir}: holds no config.toml; give the folder of a run")
-        config = load(run_dir / "config.toml")
+        config = config_of(run_dir)
         samples += decode_samples(read_traces(run_dir), config.data.max_prompt_tokens, config.rollout.max_running)
     try:
         return fit(samples, source=f"traces of {', '.join(map(str, run_dirs))}")
     except ValueError as error:
         raise StudyError(f"{', '.join(map(str, run_dirs))}: {error}; is observe.trace on?") from error
+
+
+def config_of(run_dir: Path) -> Config:
+    """The resolved config of a run. Raises StudyError: it is no run."""
+    if not (run_dir / "config.toml").exists():
+        raise StudyError(f"{run_dir}: holds no config.toml; give the folder of a run")
+    return load(run_dir / "config.toml")
 
 
 def decode_samples(traces: Iterable[RankTrace], prompt_tokens: int, max_running: int) -> list[DecodeSample]:
